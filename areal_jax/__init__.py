@@ -1,0 +1,1 @@
+"""areal_jax: fully asynchronous reinforcement learning for language models that reason, on JAX."""

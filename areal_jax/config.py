@@ -1,0 +1,348 @@
+"""The configuration: typed, complete, checked before any device is touched.
+
+In: an ml_collections ConfigDict (a file under `configs/` and the command line's `--config.section.key=value`).
+Out: one frozen `Config`, whose sections are handed to the parts. This file is the one home of defaults, and they are
+the paper's recipe (AReaL, arXiv 2505.24298, appendix B); a config file says only where it differs.
+"""
+
+import dataclasses
+import difflib
+import importlib
+import importlib.util
+import json
+import pathlib
+import typing
+from typing import Any, Literal
+
+from ml_collections import ConfigDict
+
+
+@dataclasses.dataclass(frozen=True)
+class RunConfig:
+    """Where a run lives and how it is launched."""
+
+    name: str = "math"
+    dir: str = ""  # empty: runs/<name>
+    seed: int = 1
+    launch: Literal["processes", "threads"] = "processes"
+    start_timeout_s: float = 600.0  # for each process to come up, compilation included
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+    """The model and its tokenizer."""
+
+    path: str = ""  # a directory in the Hugging Face format
+
+
+@dataclasses.dataclass(frozen=True)
+class DataConfig:
+    """Prompts. `train` and `held_out` name a prompt source as "module:factory", or a `.jsonl` file."""
+
+    train: str = ""
+    held_out: str = ""
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)  # keyword arguments of the factory
+    max_prompt_tokens: int = 1024
+
+
+@dataclasses.dataclass(frozen=True)
+class RewardConfig:
+    """The verifier and what its verdict is worth: reward = incorrect + verdict * (correct - incorrect)."""
+
+    function: str = "areal_jax.rewards.math_answer:last_number_matches"
+    correct: float = 5.0
+    incorrect: float = -5.0
+    workers: int = 1
+    timeout_s: float = 10.0
+
+
+@dataclasses.dataclass(frozen=True)
+class RolloutConfig:
+    """Sampling of training trajectories and the staleness bound."""
+
+    group_size: int = 16
+    max_new_tokens: int = 27648
+    temperature: float = 1.0
+    max_staleness: int = 8  # eta; 0 = synchronous (AReaL: max_head_offpolicyness)
+    overdue: Literal["mask", "drop", "train"] = "mask"
+    drop_zero_variance: bool = False  # leave out groups whose rewards are all equal
+    max_consecutive_failures: int = 16
+
+
+@dataclasses.dataclass(frozen=True)
+class GenerationConfig:
+    """Generation servers. One server per address; port 0 is chosen by `main`."""
+
+    addresses: tuple[str, ...] = ("127.0.0.1:0",)
+    slots: int = 64
+    decode_steps: int = 8  # tokens per slot and dispatch, the most that a swap waits for
+    length_buckets: tuple[int, ...] = ()  # cache lengths to compile for; empty: powers of two
+    prefill_rows: int = 8  # prompts (or slots to recompute) per prefill
+    on_update: Literal["recompute", "keep", "drain"] = "recompute"
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    max_waiting: int = 4096  # requests that may wait for a slot before the server answers "busy"
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimizerConfig:
+    """AdamW, as in the paper's table."""
+
+    lr: float = 2e-5
+    schedule: Literal["constant", "cosine", "linear"] = "constant"
+    warmup_fraction: float = 0.001
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-5
+    weight_decay: float = 0.05
+    max_grad_norm: float = 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class ObjectiveConfig:
+    """Decoupled PPO (equation 5 of the paper) and the advantages it weighs."""
+
+    prox: Literal["recompute", "naive"] = "recompute"  # naive: the behaviour policy as proximal policy
+    clip_eps: float = 0.2
+    normalize_advantages: Literal["batch", "group", "none"] = "batch"
+    group_baseline: bool = False  # subtract the group's mean reward first
+    advantage_std: Literal["population", "sample", "none"] = "population"
+    minibatches: int = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshConfig:
+    """Devices of the trainer by axis; data=-1 takes all that the others leave."""
+
+    data: int = -1
+    fsdp: int = 1
+    tensor: int = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckpointConfig:
+    every: int = 20  # steps; 0 = only at the end
+    keep: int = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainerConfig:
+    """The training loop. A batch is prompts_per_step * rollout.group_size trajectories."""
+
+    address: str = "127.0.0.1:0"
+    steps: int = 250
+    prompts_per_step: int = 512
+    token_budget: int = 32768  # most tokens of a microbatch (AReaL: max_tokens_per_mb)
+    row_buckets: tuple[int, ...] = ()  # row lengths to compile for; empty: powers of two
+    dtype: Literal["float32", "bfloat16"] = "float32"  # of the forward pass; weights and optimizer are float32
+    logprob_chunk: int = 1024  # tokens whose logits exist at a time
+    batch_timeout_s: float = 1800.0
+    optimizer: OptimizerConfig = OptimizerConfig()
+    objective: ObjectiveConfig = ObjectiveConfig()
+    mesh: MeshConfig = MeshConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+
+
+@dataclasses.dataclass(frozen=True)
+class WeightsConfig:
+    """How a version reaches the generation servers when they are other processes."""
+
+    transport: Literal["shared_memory", "stream"] = "shared_memory"
+    directory: str = ""  # of the shared-memory file; empty: /dev/shm, or the run's directory where there is none
+    timeout_s: float = 120.0
+
+
+@dataclasses.dataclass(frozen=True)
+class EvaluationConfig:
+    """Held-out evaluation on the generation servers, beside training."""
+
+    every: int = 20  # versions; 0 = only before and after
+    prompts: int = 256
+    samples: int = 1
+    temperature: float = 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class MetricsConfig:
+    tensorboard: bool = True
+    wandb: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """A whole run."""
+
+    run: RunConfig = RunConfig()
+    model: ModelConfig = ModelConfig()
+    data: DataConfig = DataConfig()
+    reward: RewardConfig = RewardConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    generation: GenerationConfig = GenerationConfig()
+    trainer: TrainerConfig = TrainerConfig()
+    weights: WeightsConfig = WeightsConfig()
+    eval: EvaluationConfig = EvaluationConfig()
+    metrics: MetricsConfig = MetricsConfig()
+
+    @property
+    def batch_size(self) -> int:
+        """Trajectories per training step, the paper's B."""
+        return self.trainer.prompts_per_step * self.rollout.group_size
+
+    @property
+    def max_length(self) -> int:
+        """Tokens of the longest possible sequence, prompt and completion."""
+        return self.data.max_prompt_tokens + self.rollout.max_new_tokens
+
+    @property
+    def run_dir(self) -> pathlib.Path:
+        return pathlib.Path(self.run.dir or f"runs/{self.run.name}")
+
+
+def default_config() -> ConfigDict:
+    """Every key with its default, locked: what a file under `configs/` starts from."""
+    return ConfigDict(dataclasses.asdict(Config()))
+
+
+def get_config(path: str) -> ConfigDict:
+    """The resolved config that a run saved: `--config=areal_jax/config.py:runs/math/config.json`."""
+    config = default_config()
+    saved = json.loads(pathlib.Path(path).read_text())
+    build(saved)  # names an unknown key before ml_collections stumbles over it
+    config.update(ConfigDict(saved))
+    return config
+
+
+def build(values: Any) -> Config:
+    """The typed config of a ConfigDict or nested dict. Raises ValueError for an unknown key or a value of a wrong type."""
+    return _build(Config, values.to_dict() if isinstance(values, ConfigDict) else values, "")
+
+
+def _build(cls: type, values: dict[str, Any], path: str) -> Any:
+    types = typing.get_type_hints(cls)
+    for key in values:
+        if key not in types:
+            raise ValueError(unknown_key(f"{path}{key}"))
+    return cls(**{key: _convert(types[key], value, f"{path}{key}") for key, value in values.items()})
+
+
+def _convert(wanted: Any, value: Any, path: str) -> Any:
+    if dataclasses.is_dataclass(wanted):
+        return _build(typing.cast(type, wanted), value, f"{path}.")
+    origin, options = typing.get_origin(wanted), typing.get_args(wanted)
+    if origin is Literal:
+        if value not in options:
+            raise ValueError(f"config.{path}={value!r} must be one of {', '.join(map(str, options))}")
+        return value
+    if origin is tuple and isinstance(value, list | tuple):
+        return tuple(_convert(options[0], item, path) for item in value)
+    if wanted is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    kind = origin or wanted
+    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+        raise ValueError(f"config.{path}={value!r} is of type {type(value).__name__}; it must be of type {kind.__name__}")
+    return value
+
+
+def unknown_key(path: str) -> str:
+    """The error text for a key that does not exist, naming its nearest neighbour."""
+    known = list(_paths(Config, ""))
+    near = difflib.get_close_matches(path, known, n=1, cutoff=0.0)
+    same_name = [k for k in known if k.rsplit(".", 1)[-1] == path.rsplit(".", 1)[-1]]
+    return f"config.{path} does not exist; the nearest key is config.{(same_name or near)[0]}"
+
+
+def _paths(cls: type, path: str) -> typing.Iterator[str]:
+    for key, wanted in typing.get_type_hints(cls).items():
+        yield from _paths(wanted, f"{path}{key}.") if dataclasses.is_dataclass(wanted) else [f"{path}{key}"]
+
+
+def to_json(config: Config) -> str:
+    return json.dumps(dataclasses.asdict(config), indent=2) + "\n"
+
+
+def check(config: Config) -> None:
+    """Raises ValueError for values that contradict the rules or each other, and FileNotFoundError for missing files.
+
+    Needs no device: what depends on the mesh is checked by the trainer before it compiles anything.
+    """
+    for path, value, least in _bounds(config):
+        if value < least:
+            raise ValueError(f"config.{path}={value} must be at least {least}")
+    _check_files(config)
+    if config.trainer.prompts_per_step % config.trainer.objective.minibatches:
+        raise ValueError(
+            f"config.trainer.prompts_per_step={config.trainer.prompts_per_step} must be a multiple of "
+            f"config.trainer.objective.minibatches={config.trainer.objective.minibatches}; try {config.trainer.objective.minibatches}"
+        )
+    if config.trainer.token_budget < config.max_length:
+        raise ValueError(
+            f"config.trainer.token_budget={config.trainer.token_budget} is less than the longest sequence, "
+            f"{config.max_length} tokens (data.max_prompt_tokens={config.data.max_prompt_tokens} + "
+            f"rollout.max_new_tokens={config.rollout.max_new_tokens}); raise it to at least {config.max_length}"
+        )
+    if config.rollout.temperature == 0:
+        raise ValueError("config.rollout.temperature=0 samples greedily, which gives no gradient; 1.0 is the paper's")
+    if config.rollout.group_size > config.generation.max_waiting:
+        raise ValueError(
+            f"config.rollout.group_size={config.rollout.group_size} exceeds "
+            f"config.generation.max_waiting={config.generation.max_waiting}; raise the latter"
+        )
+
+
+def _bounds(config: Config) -> list[tuple[str, float, float]]:
+    """(key, value, least allowed value)."""
+    return [
+        ("rollout.max_staleness", config.rollout.max_staleness, 0),
+        ("rollout.group_size", config.rollout.group_size, 1),
+        ("rollout.max_new_tokens", config.rollout.max_new_tokens, 1),
+        ("rollout.temperature", config.rollout.temperature, 0),
+        ("rollout.max_consecutive_failures", config.rollout.max_consecutive_failures, 1),
+        ("data.max_prompt_tokens", config.data.max_prompt_tokens, 1),
+        ("reward.workers", config.reward.workers, 1),
+        ("generation.slots", config.generation.slots, 1),
+        ("generation.decode_steps", config.generation.decode_steps, 1),
+        ("generation.prefill_rows", config.generation.prefill_rows, 1),
+        ("trainer.steps", config.trainer.steps, 1),
+        ("trainer.prompts_per_step", config.trainer.prompts_per_step, 1),
+        ("trainer.logprob_chunk", config.trainer.logprob_chunk, 1),
+        ("trainer.objective.minibatches", config.trainer.objective.minibatches, 1),
+        ("trainer.objective.clip_eps", config.trainer.objective.clip_eps, 0),
+        ("trainer.optimizer.lr", config.trainer.optimizer.lr, 0),
+        ("trainer.checkpoint.every", config.trainer.checkpoint.every, 0),
+        ("trainer.checkpoint.keep", config.trainer.checkpoint.keep, 1),
+        ("eval.every", config.eval.every, 0),
+        ("eval.prompts", config.eval.prompts, 1),
+        ("eval.samples", config.eval.samples, 1),
+        ("len(generation.addresses)", len(config.generation.addresses), 1),
+    ]
+
+
+def _check_files(config: Config) -> None:
+    for path, value in (("model.path", config.model.path), ("data.train", config.data.train), ("data.held_out", config.data.held_out)):
+        if not value:
+            raise ValueError(f"config.{path} is not set; a config file under configs/ shows what it may be")
+    model = pathlib.Path(config.model.path)
+    if not model.is_dir():
+        raise FileNotFoundError(
+            f"config.model.path={config.model.path}: no such directory; give one in the Hugging Face format "
+            "(config.json, tokenizer.json, *.safetensors)"
+        )
+    for key, value in (("data.train", config.data.train), ("data.held_out", config.data.held_out)):
+        if ":" not in value and not pathlib.Path(value).is_file():
+            raise FileNotFoundError(f"config.{key}={value}: no such file; give a .jsonl file or \"module:factory\"")
+    for key, value in (("data.train", config.data.train), ("data.held_out", config.data.held_out), ("reward.function", config.reward.function)):
+        if ":" in value:
+            resolve(value, key)
+
+
+def resolve(spec: str, key: str) -> Any:
+    """The object that "module:name" names. Raises ValueError naming the config key it came from."""
+    module, _, name = spec.partition(":")
+    if importlib.util.find_spec(module.split(".")[0]) is None:
+        raise ValueError(f"config.{key}={spec!r}: there is no module {module!r}; it must be importable from where you start")
+    try:
+        found = importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        raise ValueError(f"config.{key}={spec!r}: {error}; the form is \"package.module:name\"") from error
+    if not hasattr(found, name):
+        raise ValueError(f"config.{key}={spec!r}: module {module!r} has no {name!r}")
+    return getattr(found, name)

@@ -1,0 +1,375 @@
+"""A JetStream engine for reinforcement learning: slots, a cache that can be rebuilt in mid sequence, exact bookkeeping.
+
+In: weights of one version, prompts, sampling parameters. Out: tokens with their log-probabilities. Called by the
+scheduler, which owns the one `DecodeState`, or by JetStream's own driver through the `Engine` interface.
+
+All of a sequence lives on the device. The invariant: of a slot with `length` known tokens the cache holds the first
+`length - 1`; the last one is fed next. So prefill needs neither LM head nor sampler, every token comes out of the same
+decode path, and rebuilding the cache under new weights is a prefill over the slot's own history.
+
+Every program is one jit in sight, and compiled ahead for each length bucket by `warm_up`.
+
+Shapes: S slots, C tokens a slot can hold, B rows of a prefill, L tokens of a row, T decode steps of one dispatch.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx, struct
+from jax import Array
+
+from third_party.jetstream import compat  # noqa: F401  isort: skip  (mends JetStream, so it comes first)
+from jetstream.engine import engine_api, tokenizer_pb2
+
+from areal_jax.generation import sampling
+from areal_jax.generation.jetstream_tokenizer import JetStreamTokenizer
+from areal_jax.models import decode, sharding
+from areal_jax.models.transformer import Params, TransformerConfig, bind, graph
+
+STOP_TOKENS = 4  # stop tokens a request may have
+
+
+@struct.dataclass
+class Weights:
+    """What JetStream calls params: the weights and the version that tokens sampled from them carry."""
+
+    params: Params
+    version: Array  # [] int32
+
+
+@struct.dataclass
+class DecodeState:
+    """Everything that a decode step changes; donated to it."""
+
+    cache: decode.KVCache
+    tokens: Array  # [S, C] int32, prompt and completion
+    length: Array  # [S] int32, known tokens
+    prompt_length: Array  # [S] int32
+    limit: Array  # [S] int32, the length at which a sequence ends
+    active: Array  # [S] bool
+    temperature: Array  # [S] float32
+    stop_tokens: Array  # [S, STOP_TOKENS] int32, -1 = none
+    keys: Array  # [S, 2] uint32
+
+
+@struct.dataclass
+class Requests:
+    """Per-slot parameters of newly admitted sequences; entries of slots that are not admitted are ignored."""
+
+    row: Any  # [S] int32, the prefill row that a slot takes, -1 = none
+    length: Any  # [S] int32
+    prompt_length: Any  # [S] int32
+    limit: Any  # [S] int32
+    temperature: Any  # [S] float32
+    stop_tokens: Any  # [S, STOP_TOKENS] int32
+    seed: Any  # [S] uint32
+    uid: Any  # [S] uint32
+    sample: Any  # [S] uint32
+
+
+@struct.dataclass
+class Decoded:
+    """What one dispatch made: the first `count[s]` of each row are new tokens of slot s."""
+
+    tokens: Array  # [S, T] int32
+    logprobs: Array  # [S, T] float32
+    count: Array  # [S] int32
+    active: Array  # [S] bool, after the dispatch
+
+
+@struct.dataclass
+class Prefix:
+    """The result of a JetStream prefill: one row of keys and values, its tokens and how many of them are real."""
+
+    rows: tuple[decode.LayerCache, ...]
+    tokens: Array  # [1, L] int32
+    length: Array  # [] int32
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineOptions:
+    """Static sizes of an engine; see `config.GenerationConfig`."""
+
+    slots: int
+    max_length: int
+    decode_steps: int = 8
+    prefill_rows: int = 8
+    length_buckets: tuple[int, ...] = ()
+    dtype: str = "float32"
+    temperature: float = 1.0  # of requests that come through JetStream, which has no field for it
+    seed: int = 0  # likewise
+
+
+def default_buckets(max_length: int) -> tuple[int, ...]:
+    """Powers of two from 32 on, and the limit itself."""
+    powers = [2**n for n in range(5, max_length.bit_length() + 1) if 2**n < max_length]
+    return (*powers, max_length)
+
+
+class Engine(engine_api.Engine):
+    """Prefill, insert, decode, recompute. Holds programs and sizes but no state: that is the caller's `DecodeState`."""
+
+    def __init__(
+        self, config: TransformerConfig, options: EngineOptions, *, tokenizer: Any = None, device: jax.Device | None = None
+    ):
+        self.config = config
+        self.options = options
+        self.buckets = tuple(sorted(options.length_buckets)) or default_buckets(options.max_length)
+        if self.buckets[-1] < options.max_length:
+            raise ValueError(
+                f"generation.length_buckets={self.buckets} end below the longest sequence, {options.max_length} tokens "
+                f"(data.max_prompt_tokens + rollout.max_new_tokens); add a bucket of at least {options.max_length}"
+            )
+        self._tokenizer = tokenizer
+        self._inserted = 0  # sequences that came through JetStream; each samples with a key of its own
+        self._mesh = sharding.make_mesh({"data": 1, "fsdp": 1, "tensor": 1}, [device or jax.devices()[0]])
+        graphdef = graph(config)
+        self._prefill = jax.jit(functools.partial(_prefill, graphdef))
+        self._insert = jax.jit(_insert, donate_argnames="state")
+        self._history = jax.jit(_history, static_argnames="length")
+        self._rebuild = jax.jit(_rebuild, donate_argnames="state")
+        self._deactivate = jax.jit(_deactivate, donate_argnames="state")
+        self._decode = jax.jit(functools.partial(_decode, graphdef), static_argnames=("attended", "steps"), donate_argnames="state")
+
+    # For the scheduler.
+
+    def bucket(self, length: int) -> int:
+        """The smallest compiled length that holds `length` tokens."""
+        return next(b for b in self.buckets if b >= length)
+
+    def load(self, params: Params, version: int) -> Weights:
+        """Weights on this engine's device in its dtype; the old ones are untouched."""
+        device = self._mesh.devices.flat[0]
+        placed = {n: jax.device_put(np.asarray(a) if isinstance(a, np.ndarray) else a, device) for n, a in params.items()}
+        placed = {name: array.astype(self.options.dtype) for name, array in placed.items()}
+        return jax.block_until_ready(Weights(placed, jax.device_put(np.int32(version), device)))
+
+    def admit(self, weights: Weights, state: DecodeState, rows: Sequence[np.ndarray], requests: Requests) -> DecodeState:
+        """Prefills at most `prefill_rows` token rows and starts the slots that `requests.row` assigns to them."""
+        tokens_BL = np.zeros((self.options.prefill_rows, self.bucket(max(map(len, rows)))), np.int32)
+        for row, tokens in zip(tokens_BL, rows, strict=False):
+            row[: len(tokens)] = tokens
+        return self._insert(state, self._prefill(weights.params, tokens_BL), tokens_BL, requests)
+
+    def recompute(self, weights: Weights, state: DecodeState, slots: Sequence[int], length: int) -> DecodeState:
+        """Rebuilds the cache of at most `prefill_rows` slots, each at most `length` tokens long, under `weights`."""
+        slots_B = np.full(self.options.prefill_rows, -1, np.int32)
+        slots_B[: len(slots)] = slots
+        row_of_slot_S = np.full(self.options.slots, -1, np.int32)
+        row_of_slot_S[list(slots)] = np.arange(len(slots))
+        tokens_BL = self._history(state, slots_B, length=self.bucket(length))
+        return self._rebuild(state, self._prefill(weights.params, tokens_BL), row_of_slot_S)
+
+    def decode(self, weights: Weights, state: DecodeState, longest: int) -> tuple[DecodeState, Decoded]:
+        """Up to `decode_steps` tokens for every active slot, none of which exceeds `longest` tokens by then."""
+        return self._decode(weights.params, state, attended=self.bucket(longest), steps=self.options.decode_steps)
+
+    def deactivate(self, state: DecodeState, slots: Sequence[int]) -> DecodeState:
+        """Stops these slots where they are."""
+        gone_S = np.zeros(self.options.slots, np.bool_)
+        gone_S[list(slots)] = True
+        return self._deactivate(state, gone_S)
+
+    def warm_up(self, weights: Weights, report: Any = lambda done, total: None) -> None:
+        """Compiles every program for every length bucket."""
+        state = self.init_decode_state()
+        nothing = empty_requests(self.options.slots)
+        for done, bucket in enumerate(self.buckets):
+            report(done, len(self.buckets))
+            state = self.admit(weights, state, [np.zeros(bucket, np.int32)], nothing)
+            state = self.recompute(weights, state, [], bucket)
+            state, _ = self.decode(weights, state, bucket)
+        jax.block_until_ready(self.deactivate(state, []))
+        report(len(self.buckets), len(self.buckets))
+
+    # JetStream's interface.
+
+    def load_params(self, params: Params, version: int = 0) -> Weights:
+        return self.load(params, version)
+
+    def prefill(
+        self,
+        *,
+        params: Weights,
+        existing_prefix: Prefix | None = None,
+        padded_tokens: Array,
+        true_length: int,
+    ) -> Prefix:
+        if existing_prefix is not None:
+            raise NotImplementedError("existing_prefix is not supported: a prefix cache must not outlive a weight update")
+        tokens_1L = jnp.asarray(padded_tokens, jnp.int32)[None]
+        return Prefix(self._prefill(params.params, tokens_1L), tokens_1L, jnp.int32(true_length))
+
+    def insert(self, prefix: Prefix, decode_state: DecodeState, slot: int) -> DecodeState:
+        """Starts a slot whose limit is the cache; JetStream's driver itself ends it at the request's `max_tokens`."""
+        requests = empty_requests(self.options.slots)
+        length = int(prefix.length)
+        requests.row[slot], requests.length[slot], requests.prompt_length[slot] = 0, length, length
+        requests.limit[slot] = self.options.max_length
+        requests.temperature[slot] = self.options.temperature
+        requests.seed[slot], requests.uid[slot] = self.options.seed, self._inserted
+        self._inserted += 1
+        return self._insert(decode_state, prefix.rows, prefix.tokens, requests)
+
+    def generate(self, params: Weights, decode_state: DecodeState) -> tuple[DecodeState, Any]:
+        """One token per slot, as JetStream's `ResultTokens` of columns token, valid, length."""
+        state, decoded = self._decode(params.params, decode_state, attended=self.buckets[-1], steps=1)
+        valid_S1 = (decoded.count > 0).astype(jnp.int32)[:, None]
+        generated_S1 = (state.length - state.prompt_length)[:, None]
+        return state, engine_api.ResultTokens(
+            data=jnp.concatenate([decoded.tokens, valid_S1, generated_S1], axis=1),
+            tokens_idx=(0, 1),
+            valid_idx=(1, 2),
+            length_idx=(2, 3),
+            samples_per_slot=1,
+        )
+
+    def get_prefix_destination_sharding(self) -> Any:
+        return jax.sharding.NamedSharding(self._mesh, sharding.REPLICATED)
+
+    def get_tokenizer(self) -> Any:
+        return tokenizer_pb2.TokenizerParameters()
+
+    def build_tokenizer(self, metadata: Any) -> Any:
+        assert self._tokenizer is not None, "an engine that serves text needs a tokenizer"
+        return JetStreamTokenizer(self._tokenizer)
+
+    def init_decode_state(self) -> DecodeState:
+        """All slots free."""
+        S, C = self.options.slots, self.buckets[-1]
+        return DecodeState(
+            cache=decode.init_cache(self.config, S, C, self.options.dtype),
+            tokens=jnp.zeros((S, C), jnp.int32),
+            length=jnp.zeros(S, jnp.int32),
+            prompt_length=jnp.zeros(S, jnp.int32),
+            limit=jnp.zeros(S, jnp.int32),
+            active=jnp.zeros(S, jnp.bool_),
+            temperature=jnp.ones(S, jnp.float32),
+            stop_tokens=jnp.full((S, STOP_TOKENS), -1, jnp.int32),
+            keys=jnp.zeros((S, 2), jnp.uint32),
+        )
+
+    @property
+    def max_concurrent_decodes(self) -> int:
+        return self.options.slots
+
+    @property
+    def samples_per_slot(self) -> int:
+        return 1
+
+    @property
+    def max_prefill_length(self) -> int:
+        """JetStream pads prompts to powers of two from 16 on, and insists that this is one of them."""
+        return 2 ** max(4, self.buckets[-1].bit_length() - 1)
+
+    @property
+    def mesh(self) -> jax.sharding.Mesh:
+        return self._mesh
+
+    @property
+    def colocated_cpus(self) -> None:
+        return None
+
+
+def empty_requests(slots: int) -> Requests:
+    """No slot admitted; the scheduler fills in those that are."""
+    return Requests(
+        row=np.full(slots, -1, np.int32),
+        length=np.zeros(slots, np.int32),
+        prompt_length=np.zeros(slots, np.int32),
+        limit=np.zeros(slots, np.int32),
+        temperature=np.ones(slots, np.float32),
+        stop_tokens=np.full((slots, STOP_TOKENS), -1, np.int32),
+        seed=np.zeros(slots, np.uint32),
+        uid=np.zeros(slots, np.uint32),
+        sample=np.zeros(slots, np.uint32),
+    )
+
+
+# The programs.
+
+
+def _prefill(graphdef: nnx.GraphDef, params: Params, tokens_BL: Array) -> tuple[decode.LayerCache, ...]:
+    return decode.prefill(bind(graphdef, params), tokens_BL)
+
+
+def _insert(state: DecodeState, rows: tuple[decode.LayerCache, ...], tokens_BL: Array, requests: Requests) -> DecodeState:
+    new_S = requests.row >= 0
+    L = tokens_BL.shape[1]
+
+    def take(new: Array, old: Array) -> Array:
+        return jnp.where(new_S.reshape(-1, *[1] * (old.ndim - 1)), new, old)
+
+    return DecodeState(
+        cache=decode.write_rows(state.cache, rows, requests.row),
+        tokens=state.tokens.at[:, :L].set(take(tokens_BL[requests.row], state.tokens[:, :L])),
+        length=take(requests.length, state.length),
+        prompt_length=take(requests.prompt_length, state.prompt_length),
+        limit=take(requests.limit, state.limit),
+        active=state.active | new_S,
+        temperature=take(requests.temperature, state.temperature),
+        stop_tokens=take(requests.stop_tokens, state.stop_tokens),
+        keys=take(sampling.request_keys(requests.seed, requests.uid, requests.sample), state.keys),
+    )
+
+
+def _history(state: DecodeState, slots_B: Array, *, length: int) -> Array:
+    return state.tokens[slots_B, :length]
+
+
+def _rebuild(state: DecodeState, rows: tuple[decode.LayerCache, ...], row_of_slot_S: Array) -> DecodeState:
+    return state.replace(cache=decode.write_rows(state.cache, rows, row_of_slot_S))
+
+
+def _deactivate(state: DecodeState, gone_S: Array) -> DecodeState:
+    return state.replace(active=state.active & ~gone_S)
+
+
+def _decode(
+    graphdef: nnx.GraphDef, params: Params, state: DecodeState, *, attended: int, steps: int
+) -> tuple[DecodeState, Decoded]:
+    """Decodes until every slot has `steps` more tokens or is done."""
+    model = bind(graphdef, params)
+    S, C = state.tokens.shape
+    slots_S = jnp.arange(S)
+    decoded = Decoded(
+        tokens=jnp.zeros((S, steps), jnp.int32),
+        logprobs=jnp.zeros((S, steps), jnp.float32),
+        count=jnp.zeros(S, jnp.int32),
+        active=state.active,
+    )
+
+    def goes_on(carry: tuple[Array, DecodeState, Decoded]) -> Array:
+        step, state, _ = carry
+        return (step < steps) & jnp.any(state.active)
+
+    def one_step(carry: tuple[Array, DecodeState, Decoded]) -> tuple[Array, DecodeState, Decoded]:
+        step, state, decoded = carry
+        active_S = state.active
+        fed_S = jnp.where(active_S, state.length - 1, C)  # outside the cache: writes nothing
+        tokens_S = state.tokens[slots_S, jnp.minimum(fed_S, C - 1)]
+        logits_SV, cache = decode.decode_step(model, tokens_S, fed_S, state.cache, attended=attended)
+        next_S, logprobs_S = sampling.sample(logits_SV, state.keys, state.length, state.temperature)
+        length_S = state.length + active_S
+        done_S = jnp.any(next_S[:, None] == state.stop_tokens, axis=1) | (length_S >= state.limit)
+        state = state.replace(
+            cache=cache,
+            tokens=state.tokens.at[slots_S, jnp.where(active_S, state.length, C)].set(next_S, mode="drop"),
+            length=length_S,
+            active=active_S & ~done_S,
+        )
+        decoded = Decoded(
+            tokens=decoded.tokens.at[:, step].set(next_S),
+            logprobs=decoded.logprobs.at[:, step].set(logprobs_S),
+            count=decoded.count + active_S,
+            active=state.active,
+        )
+        return step + 1, state, decoded
+
+    _, state, decoded = jax.lax.while_loop(goes_on, one_step, (jnp.int32(0), state, decoded))
+    return state, decoded

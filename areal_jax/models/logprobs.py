@@ -1,0 +1,58 @@
+"""Log-probabilities and entropies of given tokens, without ever holding the logits of all of them.
+
+The logits exist for one chunk of tokens at a time, forward and backward (each chunk is rematerialised), so no float32
+array of tokens x vocabulary is ever allocated (19.9 GB for 32,768 x 151,936).
+
+Shapes: R rows, L tokens, D model, V vocabulary, C chunks.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from areal_jax.models.transformer import Transformer
+
+
+def from_logits(logits: Array, tokens: Array, *, temperature: float | Array) -> tuple[Array, Array]:
+    """log p(token) and entropy, both [...], of the distribution softmax(logits / temperature), logits [..., V]."""
+    scaled = logits.astype(jnp.float32) / temperature
+    log_z = jax.nn.logsumexp(scaled, axis=-1)
+    # A masked sum rather than a gather: it stays local when the vocabulary is sharded.
+    ids = jax.lax.broadcasted_iota(jnp.int32, scaled.shape, scaled.ndim - 1)
+    chosen = jnp.sum(jnp.where(ids == tokens[..., None], scaled, 0.0), axis=-1)
+    entropy = log_z - jnp.sum(jnp.exp(scaled - log_z[..., None]) * scaled, axis=-1)
+    return chosen - log_z, entropy
+
+
+def token_logprobs(
+    model: Transformer, hidden_RLD: Array, tokens_RL: Array, *, temperature: float | Array, chunk: int
+) -> tuple[Array, Array]:
+    """log p(tokens[r, l] | tokens before it) and the entropy of that choice, both [R, L] float32.
+
+    Aligned to the token: entry l comes from the hidden state at l - 1; entry 0 of a row is 0. The first token of a
+    later segment gets a number too, which belongs in no loss. `chunk` bounds the tokens whose logits exist at a time.
+    """
+    R, L, D = hidden_RLD.shape
+    width = _largest_divisor(L, max(1, chunk // R))
+    next_RL = jnp.roll(tokens_RL, -1, axis=1)
+
+    @jax.checkpoint
+    def one_chunk(hidden_RCD: Array, targets_RC: Array) -> tuple[Array, Array]:
+        return from_logits(model.logits(hidden_RCD), targets_RC, temperature=temperature)
+
+    # Chunks run along the row, so that the rows stay where they are sharded.
+    chunks = (hidden_RLD.reshape(R, L // width, width, D).swapaxes(0, 1), next_RL.reshape(R, L // width, width).swapaxes(0, 1))
+    if L == width:
+        results = jax.tree.map(lambda x: x[None], one_chunk(chunks[0][0], chunks[1][0]))
+    else:
+        results = jax.lax.map(lambda pair: one_chunk(*pair), chunks)
+
+    def align(values_CRW: Array) -> Array:
+        values_RL = values_CRW.swapaxes(0, 1).reshape(R, L)
+        return jnp.pad(values_RL[:, :-1], ((0, 0), (1, 0)))
+
+    return align(results[0]), align(results[1])
+
+
+def _largest_divisor(number: int, most: int) -> int:
+    return next(d for d in range(min(number, most), 0, -1) if number % d == 0)

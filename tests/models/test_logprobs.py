@@ -1,0 +1,70 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from areal_jax.models.logprobs import from_logits, token_logprobs
+from areal_jax.models.transformer import TransformerConfig, bind, graph, init_params
+
+CONFIG = TransformerConfig(vocab_size=64, d_model=16, layers=1, heads=2, kv_heads=1, head_size=8, d_ff=32)
+
+
+def test_temperature_divides_logits_not_logprobs():
+    logprob, _ = from_logits(jnp.array([1.0, 0.0, -1.0, -2.0]), jnp.array(0), temperature=0.5)
+    # [2, 0, -2, -4]: 2 - ln(7.3891 + 1 + 0.1353 + 0.0183) = 2 - 2.1451
+    np.testing.assert_allclose(logprob, -0.1451, atol=1e-4)
+
+
+def test_entropy_of_four_equal_choices_is_ln_4():
+    _, entropy = from_logits(jnp.zeros(4), jnp.array(2), temperature=1.0)
+    np.testing.assert_allclose(entropy, np.log(4), rtol=1e-6)
+
+
+def batch(R: int = 4, L: int = 12):
+    hidden = jax.random.normal(jax.random.key(1), (R, L, CONFIG.d_model))
+    return hidden, jax.random.randint(jax.random.key(2), (R, L), 0, CONFIG.vocab_size)
+
+
+def full(model, hidden, tokens, temperature):
+    logprobs = jax.nn.log_softmax(model.logits(hidden) / temperature)
+    chosen = jnp.take_along_axis(logprobs[:, :-1], tokens[:, 1:, None], -1)[..., 0]
+    entropy = -jnp.sum(jnp.exp(logprobs) * logprobs, -1)[:, :-1]
+    return jnp.pad(chosen, ((0, 0), (1, 0))), jnp.pad(entropy, ((0, 0), (1, 0)))
+
+
+@pytest.mark.parametrize("chunk", [1, 8, 12, 48, 1000])
+def test_chunks_give_the_full_computation_and_its_gradient(chunk):
+    params = init_params(CONFIG, jax.random.key(0))
+    hidden, tokens = batch()
+    weights = jax.random.normal(jax.random.key(3), tokens.shape)
+
+    def weighted(compute):
+        def loss(params, hidden):
+            logprobs, entropy = compute(bind(graph(CONFIG), params), hidden)
+            return jnp.sum(weights * logprobs) + 0.1 * jnp.sum(weights * entropy)
+
+        return jax.value_and_grad(loss, argnums=(0, 1))(params, hidden)
+
+    ours = weighted(lambda m, h: token_logprobs(m, h, tokens, temperature=0.7, chunk=chunk))
+    theirs = weighted(lambda m, h: full(m, h, tokens, 0.7))
+    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
+
+
+def test_the_logits_of_all_tokens_never_exist():
+    """cases.md, chunked log-probabilities: temporary memory stays under one float32 array of tokens x vocabulary."""
+    config = TransformerConfig(vocab_size=32768, d_model=16, layers=1, heads=2, kv_heads=1, head_size=8, d_ff=16)
+    params = init_params(config, jax.random.key(0))
+    R, L = 2, 512
+    hidden, tokens = jnp.zeros((R, L, 16)), jnp.zeros((R, L), jnp.int32)
+
+    def loss(params, hidden, chunk):
+        return token_logprobs(bind(graph(config), params), hidden, tokens, temperature=1.0, chunk=chunk)[0].sum()
+
+    def temporary_bytes(chunk: int) -> int:
+        grad = jax.jit(jax.grad(loss, argnums=(0, 1)), static_argnums=2)
+        return grad.lower(params, hidden, chunk).compile().memory_analysis().temp_size_in_bytes
+
+    everything = R * L * config.vocab_size * 4
+    assert temporary_bytes(64) < 0.3 * everything
+    assert temporary_bytes(R * L) >= everything  # so the measure does see such an array
