@@ -1,6 +1,6 @@
 """Compilations of this process: counted, and cached on disk between runs.
 
-Every program is compiled during warm-up; a compilation after it is a defect that costs seconds, so the count is a metric.
+Every program is compiled during warm-up; one after it is a defect that costs seconds, so the count is a metric.
 """
 
 import os
@@ -11,7 +11,7 @@ import jax
 _compilations = 0
 
 
-def _on_event(event: str, duration: float, **_: object) -> None:
+def _on_event(event: str, duration_secs: float, **_: str | int) -> None:
     global _compilations
     _compilations += event == "/jax/core/compile/backend_compile_duration"
 

@@ -212,7 +212,7 @@ def get_config(path: str) -> ConfigDict:
 
 
 def build(values: Any) -> Config:
-    """The typed config of a ConfigDict or nested dict. Raises ValueError for an unknown key or a value of a wrong type."""
+    """The typed config of a ConfigDict or nested dict. ValueError for an unknown key or a wrong type."""
     return _build(Config, values.to_dict() if isinstance(values, ConfigDict) else values, "")
 
 
@@ -238,8 +238,15 @@ def _convert(wanted: Any, value: Any, path: str) -> Any:
         return float(value)
     kind = origin or wanted
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-        raise ValueError(f"config.{path}={value!r} is of type {type(value).__name__}; it must be of type {kind.__name__}")
+        raise ValueError(
+            f"config.{path}={value!r} is of type {type(value).__name__}; it must be of type {kind.__name__}"
+        )
     return value
+
+
+def is_key(path: str) -> bool:
+    """Whether a dotted path names a value of the config (or one of the free-form data.options)."""
+    return path in _paths(Config, "") or path.startswith("data.options.")
 
 
 def unknown_key(path: str) -> str:
@@ -252,7 +259,9 @@ def unknown_key(path: str) -> str:
 
 def _paths(cls: type, path: str) -> typing.Iterator[str]:
     for key, wanted in typing.get_type_hints(cls).items():
-        yield from _paths(wanted, f"{path}{key}.") if dataclasses.is_dataclass(wanted) else [f"{path}{key}"]
+        yield from (
+            _paths(typing.cast(type, wanted), f"{path}{key}.") if dataclasses.is_dataclass(wanted) else [f"{path}{key}"]
+        )
 
 
 def to_json(config: Config) -> str:
@@ -271,7 +280,7 @@ def check(config: Config) -> None:
     if config.trainer.prompts_per_step % config.trainer.objective.minibatches:
         raise ValueError(
             f"config.trainer.prompts_per_step={config.trainer.prompts_per_step} must be a multiple of "
-            f"config.trainer.objective.minibatches={config.trainer.objective.minibatches}; try {config.trainer.objective.minibatches}"
+            f"config.trainer.objective.minibatches={config.trainer.objective.minibatches}"
         )
     if config.trainer.token_budget < config.max_length:
         raise ValueError(
@@ -317,7 +326,11 @@ def _bounds(config: Config) -> list[tuple[str, float, float]]:
 
 
 def _check_files(config: Config) -> None:
-    for path, value in (("model.path", config.model.path), ("data.train", config.data.train), ("data.held_out", config.data.held_out)):
+    for path, value in (
+        ("model.path", config.model.path),
+        ("data.train", config.data.train),
+        ("data.held_out", config.data.held_out),
+    ):
         if not value:
             raise ValueError(f"config.{path} is not set; a config file under configs/ shows what it may be")
     model = pathlib.Path(config.model.path)
@@ -328,8 +341,12 @@ def _check_files(config: Config) -> None:
         )
     for key, value in (("data.train", config.data.train), ("data.held_out", config.data.held_out)):
         if ":" not in value and not pathlib.Path(value).is_file():
-            raise FileNotFoundError(f"config.{key}={value}: no such file; give a .jsonl file or \"module:factory\"")
-    for key, value in (("data.train", config.data.train), ("data.held_out", config.data.held_out), ("reward.function", config.reward.function)):
+            raise FileNotFoundError(f'config.{key}={value}: no such file; give a .jsonl file or "module:factory"')
+    for key, value in (
+        ("data.train", config.data.train),
+        ("data.held_out", config.data.held_out),
+        ("reward.function", config.reward.function),
+    ):
         if ":" in value:
             resolve(value, key)
 
@@ -338,11 +355,13 @@ def resolve(spec: str, key: str) -> Any:
     """The object that "module:name" names. Raises ValueError naming the config key it came from."""
     module, _, name = spec.partition(":")
     if importlib.util.find_spec(module.split(".")[0]) is None:
-        raise ValueError(f"config.{key}={spec!r}: there is no module {module!r}; it must be importable from where you start")
+        raise ValueError(
+            f"config.{key}={spec!r}: there is no module {module!r}; it must be importable from where you start"
+        )
     try:
         found = importlib.import_module(module)
     except ModuleNotFoundError as error:
-        raise ValueError(f"config.{key}={spec!r}: {error}; the form is \"package.module:name\"") from error
+        raise ValueError(f'config.{key}={spec!r}: {error}; the form is "package.module:name"') from error
     if not hasattr(found, name):
         raise ValueError(f"config.{key}={spec!r}: module {module!r} has no {name!r}")
     return getattr(found, name)

@@ -17,6 +17,7 @@ import numpy as np
 Arrays = Mapping[str, np.ndarray]
 
 PROMPT_VERSION = -1  # the version of a token that no policy sampled
+UNPUBLISHED = -1  # the version of weights that no trainer has published: those a generation server started with
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -195,7 +196,9 @@ def trajectories_from_arrays(columns: Arrays) -> list[Trajectory]:
     """Inverse of `trajectories_to_arrays`."""
     prompt_ends = np.cumsum(columns["prompt_length"])[:-1]
     ends = np.cumsum(columns["length"])[:-1]
-    ragged = {name: np.split(columns[name], prompt_ends if name == "prompt_tokens" else ends) for name in TRAJECTORY_FIELDS}
+    ragged = {
+        name: np.split(columns[name], prompt_ends if name == "prompt_tokens" else ends) for name in TRAJECTORY_FIELDS
+    }
     return [
         Trajectory(
             uid=int(columns["uid"][i]),

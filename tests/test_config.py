@@ -32,7 +32,9 @@ def test_a_config_survives_the_way_through_ml_collections_and_json(tmp_path):
 def test_an_unknown_key_names_its_nearest_neighbour():
     values = dataclasses.asdict(Config())
     values["trainer"]["optimizer"]["learning_rat"] = 1.0
-    with pytest.raises(ValueError, match=r"config.trainer.optimizer.learning_rat does not exist; the nearest key is config\.trainer"):
+    with pytest.raises(
+        ValueError, match=r"config.trainer.optimizer.learning_rat does not exist; the nearest key is config\.trainer"
+    ):
         build(values)
     assert "config.trainer.optimizer.lr" in config_lib.unknown_key("trainer.lr")
 
@@ -44,7 +46,11 @@ def test_an_unknown_key_names_its_nearest_neighbour():
         ("rollout.overdue", "skip", "'skip' must be one of mask, drop, train"),
         ("trainer.steps", "many", "is of type str; it must be of type int"),
         ("trainer.steps", True, "is of type bool; it must be of type int"),
-        ("trainer.token_budget", 1000, "config.trainer.token_budget=1000 is less than the longest sequence, 28672 tokens"),
+        (
+            "trainer.token_budget",
+            1000,
+            "config.trainer.token_budget=1000 is less than the longest sequence, 28672 tokens",
+        ),
         ("trainer.prompts_per_step", 510, "must be a multiple of config.trainer.objective.minibatches=4"),
         ("rollout.temperature", 0.0, "samples greedily"),
         ("model.path", "/nowhere", "no such directory"),

@@ -14,7 +14,7 @@ Shapes: S slots, C tokens a slot can hold, B rows of a prefill, L tokens of a ro
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -115,7 +115,12 @@ class Engine(engine_api.Engine):
     """Prefill, insert, decode, recompute. Holds programs and sizes but no state: that is the caller's `DecodeState`."""
 
     def __init__(
-        self, config: TransformerConfig, options: EngineOptions, *, tokenizer: Any = None, device: jax.Device | None = None
+        self,
+        config: TransformerConfig,
+        options: EngineOptions,
+        *,
+        tokenizer: Any = None,
+        device: jax.Device | None = None,
     ):
         self.config = config
         self.options = options
@@ -134,7 +139,9 @@ class Engine(engine_api.Engine):
         self._history = jax.jit(_history, static_argnames="length")
         self._rebuild = jax.jit(_rebuild, donate_argnames="state")
         self._deactivate = jax.jit(_deactivate, donate_argnames="state")
-        self._decode = jax.jit(functools.partial(_decode, graphdef), static_argnames=("attended", "steps"), donate_argnames="state")
+        self._decode = jax.jit(
+            functools.partial(_decode, graphdef), static_argnames=("attended", "steps"), donate_argnames="state"
+        )
 
     # For the scheduler.
 
@@ -142,14 +149,16 @@ class Engine(engine_api.Engine):
         """The smallest compiled length that holds `length` tokens."""
         return next(b for b in self.buckets if b >= length)
 
-    def load(self, params: Params, version: int) -> Weights:
+    def load(self, params: Mapping[str, np.ndarray | Array], version: int) -> Weights:
         """Weights on this engine's device in its dtype; the old ones are untouched."""
         device = self._mesh.devices.flat[0]
-        placed = {n: jax.device_put(np.asarray(a) if isinstance(a, np.ndarray) else a, device) for n, a in params.items()}
+        placed = {name: jax.device_put(array, device) for name, array in params.items()}
         placed = {name: array.astype(self.options.dtype) for name, array in placed.items()}
         return jax.block_until_ready(Weights(placed, jax.device_put(np.int32(version), device)))
 
-    def admit(self, weights: Weights, state: DecodeState, rows: Sequence[np.ndarray], requests: Requests) -> DecodeState:
+    def admit(
+        self, weights: Weights, state: DecodeState, rows: Sequence[np.ndarray], requests: Requests
+    ) -> DecodeState:
         """Prefills at most `prefill_rows` token rows and starts the slots that `requests.row` assigns to them."""
         tokens_BL = np.zeros((self.options.prefill_rows, self.bucket(max(map(len, rows)))), np.int32)
         for row, tokens in zip(tokens_BL, rows, strict=False):
@@ -189,7 +198,7 @@ class Engine(engine_api.Engine):
 
     # JetStream's interface.
 
-    def load_params(self, params: Params, version: int = 0) -> Weights:
+    def load_params(self, params: Mapping[str, np.ndarray | Array], version: int = 0) -> Weights:
         return self.load(params, version)
 
     def prefill(
@@ -201,7 +210,9 @@ class Engine(engine_api.Engine):
         true_length: int,
     ) -> Prefix:
         if existing_prefix is not None:
-            raise NotImplementedError("existing_prefix is not supported: a prefix cache must not outlive a weight update")
+            raise NotImplementedError(
+                "existing_prefix is not supported: a prefix cache must not outlive a weight update"
+            )
         tokens_1L = jnp.asarray(padded_tokens, jnp.int32)[None]
         return Prefix(self._prefill(params.params, tokens_1L), tokens_1L, jnp.int32(true_length))
 
@@ -298,7 +309,9 @@ def _prefill(graphdef: nnx.GraphDef, params: Params, tokens_BL: Array) -> tuple[
     return decode.prefill(bind(graphdef, params), tokens_BL)
 
 
-def _insert(state: DecodeState, rows: tuple[decode.LayerCache, ...], tokens_BL: Array, requests: Requests) -> DecodeState:
+def _insert(
+    state: DecodeState, rows: tuple[decode.LayerCache, ...], tokens_BL: Array, requests: Requests
+) -> DecodeState:
     new_S = requests.row >= 0
     L = tokens_BL.shape[1]
 
@@ -323,11 +336,11 @@ def _history(state: DecodeState, slots_B: Array, *, length: int) -> Array:
 
 
 def _rebuild(state: DecodeState, rows: tuple[decode.LayerCache, ...], row_of_slot_S: Array) -> DecodeState:
-    return state.replace(cache=decode.write_rows(state.cache, rows, row_of_slot_S))
+    return dataclasses.replace(state, cache=decode.write_rows(state.cache, rows, row_of_slot_S))
 
 
 def _deactivate(state: DecodeState, gone_S: Array) -> DecodeState:
-    return state.replace(active=state.active & ~gone_S)
+    return dataclasses.replace(state, active=state.active & ~gone_S)
 
 
 def _decode(
@@ -357,7 +370,8 @@ def _decode(
         next_S, logprobs_S = sampling.sample(logits_SV, state.keys, state.length, state.temperature)
         length_S = state.length + active_S
         done_S = jnp.any(next_S[:, None] == state.stop_tokens, axis=1) | (length_S >= state.limit)
-        state = state.replace(
+        state = dataclasses.replace(
+            state,
             cache=cache,
             tokens=state.tokens.at[slots_S, jnp.where(active_S, state.length, C)].set(next_S, mode="drop"),
             length=length_S,

@@ -10,7 +10,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-BLOCK = 256  # tokens per block of the two-level search; one cumulative sum over the whole vocabulary is 8x slower on a CPU
+BLOCK = (
+    256  # tokens per block of the two-level search; one cumulative sum over the whole vocabulary is 8x slower on a CPU
+)
 
 
 def request_keys(seeds_S: Array, uids_S: Array, samples_S: Array) -> Array:

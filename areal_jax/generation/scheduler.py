@@ -5,7 +5,7 @@ request's callback, on the engine's thread.
 
 One turn of the loop:
     commands       consumes what other threads asked for; a weight swap happens here, between two dispatches
-    admit          fills free slots from the waiting requests (evaluation before rollouts), one prefill for all samples of a prompt
+    admit          fills free slots from the waiting requests, evaluation first; one prefill for all samples of a prompt
     decode         dispatches up to `decode_steps` tokens for every slot
     harvest        reads the dispatch before, while the device works on this one; frees slots, calls back
 Waits for commands only when no slot is active and nothing is admitted.
@@ -86,7 +86,10 @@ class Scheduler:
         self._slots: dict[int, _Slot] = {}
         self._free = list(range(engine.options.slots))
         self._tickets: dict[int, _Ticket] = {}
-        self._waiting: tuple[collections.deque[_Ticket], ...] = (collections.deque(), collections.deque())  # evaluation, rollout
+        self._waiting: tuple[collections.deque[_Ticket], ...] = (
+            collections.deque(),
+            collections.deque(),
+        )  # evaluation, rollout
         self._waiting_samples = 0
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._draining: Callable[[], None] | None = None
@@ -96,7 +99,9 @@ class Scheduler:
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._stopped = False
         self.failure: Exception | None = None
-        self._counts = dict.fromkeys(("busy_s", "tokens", "requests", "swaps", "swap_stall_s", "recomputed_tokens"), 0.0)
+        self._counts = dict.fromkeys(
+            ("busy_s", "tokens", "requests", "swaps", "swap_stall_s", "recomputed_tokens"), 0.0
+        )
 
     def start(self) -> None:
         self._thread.start()
@@ -107,7 +112,7 @@ class Scheduler:
         self._thread.join()
 
     def submit(self, request: GenerateRequest, on_chunks: OnChunks, on_error: OnError) -> int:
-        """Queues a request and returns its ticket. Raises ValueError for one that can never run, Busy when too many wait.
+        """Queues a request, returns its ticket. ValueError for one that can never run, Busy when too many wait.
 
         `on_chunks` is called on the engine's thread, at most once per dispatch, until every sample has a finish reason;
         `on_error` instead, once, when the engine fails.
@@ -118,7 +123,8 @@ class Scheduler:
                 raise RuntimeError("the generation engine has failed and serves no more requests") from self.failure
             if self._waiting_samples + len(request.samples) > self._max_waiting:
                 raise Busy(
-                    f"{self._waiting_samples} samples wait for a slot and generation.max_waiting={self._max_waiting}; ask again later"
+                    f"{self._waiting_samples} samples wait for a slot and generation.max_waiting={self._max_waiting}; "
+                    "ask again later"
                 )
             self._waiting_samples += len(request.samples)
             self._next_ticket += 1
@@ -131,14 +137,16 @@ class Scheduler:
         """Forgets a request at the next boundary; an unknown or finished one is ignored."""
         self._commands.put(lambda: self._cancel(ticket))
 
-    def update_weights(self, params: Mapping[str, np.ndarray | jax.Array], version: int, on_update: OnUpdate | None = None) -> Future[float]:
+    def update_weights(
+        self, params: Mapping[str, np.ndarray | jax.Array], version: int, on_update: OnUpdate | None = None
+    ) -> Future[float]:
         """Loads new weights beside the old ones (in this thread) and swaps them in at the next dispatch boundary.
 
-        The future gives the seconds that decoding stood still for it. Raises ValueError, and changes nothing, when names
-        or shapes differ or the version is not newer than the one held.
+        The future gives the seconds that decoding stood still for it. Raises ValueError, and changes nothing, when
+        names or shapes differ or the version is not newer than the one held.
         """
         self._check_weights(params, version)
-        weights = self._engine.load(dict(params), version)
+        weights = self._engine.load(params, version)
         future: Future[float] = Future()
         self._commands.put(lambda: self._update(weights, version, on_update or self._on_update, future))
         return future
@@ -206,9 +214,17 @@ class Scheduler:
             if count == 0 or self._slots.get(index) is not slot:  # ended before, or cancelled since
                 continue
             tokens = decoded.tokens[index, :count]
-            reason = "" if decoded.active[index] else "stop" if tokens[-1] in slot.ticket.request.sampling.stop_tokens else "length"
+            reason = (
+                ""
+                if decoded.active[index]
+                else "stop"
+                if tokens[-1] in slot.ticket.request.sampling.stop_tokens
+                else "length"
+            )
             versions = np.full(count, dispatch.version, np.int32)
-            chunks[slot.ticket.number].append(Chunk(slot.sample, tokens, decoded.logprobs[index, :count], versions, reason))
+            chunks[slot.ticket.number].append(
+                Chunk(slot.sample, tokens, decoded.logprobs[index, :count], versions, reason)
+            )
             self._counts["tokens"] += count
             if reason:
                 self._release(index)
@@ -301,7 +317,9 @@ class Scheduler:
 
     def _swap(self, weights: Weights, version: int, future: Future[float], *, recompute: bool) -> None:
         if version <= self._version:  # another update was faster
-            future.set_exception(ValueError(f"version {version} is not newer than version {self._version}, which is held"))
+            future.set_exception(
+                ValueError(f"version {version} is not newer than version {self._version}, which is held")
+            )
             return
         began = self._clock()
         self._weights, self._version = weights, version
@@ -340,12 +358,14 @@ class Scheduler:
             raise ValueError(f"max_new_tokens={sampling.max_new_tokens} must be at least 1")
         if length > options.max_length:
             raise ValueError(
-                f"prompt {request.uid} has {len(request.prompt_tokens)} tokens and max_new_tokens={sampling.max_new_tokens}, "
-                f"together {length}; this server holds {options.max_length} per sequence: shorten one of them"
+                f"prompt {request.uid} has {len(request.prompt_tokens)} tokens and max_new_tokens={sampling.max_new_tokens}"
+                f", together {length}; this server holds {options.max_length} per sequence: shorten one of them"
             )
         for sample, partial in request.partial.items():
             if len(partial.tokens) >= sampling.max_new_tokens:
-                raise ValueError(f"sample {sample} of prompt {request.uid} already has its {sampling.max_new_tokens} tokens")
+                raise ValueError(
+                    f"sample {sample} of prompt {request.uid} already has its {sampling.max_new_tokens} tokens"
+                )
         if sampling.temperature < 0:
             raise ValueError(f"temperature={sampling.temperature} must be 0 (greedy) or positive")
         if len(sampling.stop_tokens) > STOP_TOKENS:

@@ -1,6 +1,7 @@
-"""Causal attention over packed rows, and over the cache of a decode step; the plain forms that kernels are tested against.
+"""Causal attention over packed rows, and over the cache of a decode step; plain forms for kernels to be tested against.
 
-Shapes: B rows, L tokens, S slots, C cached tokens, N query heads, K key/value heads, G = N / K queries per key, H head size.
+Shapes: B rows, L tokens, S slots, C cached tokens, N query heads, K key/value heads, G = N / K queries per key,
+H head size.
 Scores and softmax are float32 whatever the inputs are.
 """
 

@@ -31,7 +31,9 @@ def load_model(path: str | pathlib.Path) -> tuple[TransformerConfig, dict[str, n
     config = load_config(directory)
     files = sorted(directory.glob("*.safetensors"))
     if not files:
-        raise FileNotFoundError(f"model.path={directory}: no *.safetensors file there; it needs the weights beside config.json")
+        raise FileNotFoundError(
+            f"model.path={directory}: no *.safetensors file there; it needs the weights beside config.json"
+        )
     shapes = param_shapes(config)
     tensors: dict[str, np.ndarray] = {}
     for file in files:
@@ -45,7 +47,9 @@ def load_model(path: str | pathlib.Path) -> tuple[TransformerConfig, dict[str, n
         params[name] = (tensor.T if transpose else tensor).reshape(shapes[name].shape)
     left = sorted(set(tensors) - ({"lm_head.weight"} if config.tied_embeddings else set()))
     if left:
-        raise ValueError(f"model.path={directory}: the weights hold tensors that this model has no place for: {left[:5]}")
+        raise ValueError(
+            f"model.path={directory}: the weights hold tensors that this model has no place for: {left[:5]}"
+        )
     return config, params
 
 
@@ -58,9 +62,13 @@ def save_model(path: str | pathlib.Path, config: TransformerConfig, params: Mapp
     for name, theirs, transpose in _names(config):
         array = np.asarray(params[name])
         assert array.shape == shapes[name].shape, (name, array.shape, shapes[name].shape)
-        tensors[theirs] = np.ascontiguousarray(_matrix(array, name).T if transpose else array.reshape(-1) if "bias" in name else array)
+        tensors[theirs] = np.ascontiguousarray(
+            _matrix(array, name).T if transpose else array.reshape(-1) if "bias" in name else array
+        )
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
-    (directory / "config.json").write_text(json.dumps(_config_dict(config, next(iter(tensors.values())).dtype), indent=2) + "\n")
+    (directory / "config.json").write_text(
+        json.dumps(_config_dict(config, next(iter(tensors.values())).dtype), indent=2) + "\n"
+    )
 
 
 def load_config(directory: pathlib.Path) -> TransformerConfig:
@@ -107,7 +115,8 @@ def load_config(directory: pathlib.Path) -> TransformerConfig:
 def _config_dict(config: TransformerConfig, dtype: Any) -> dict[str, Any]:
     """What `load_config` reads, in the words of both transformers 4 and 5."""
     family = next(
-        (f for f, flags in FAMILIES.items() if all(getattr(config, name) == value for name, value in flags.items())), None
+        (f for f, flags in FAMILIES.items() if all(getattr(config, name) == value for name, value in flags.items())),
+        None,
     )
     if family is None:
         raise ValueError(f"no Hugging Face family has qkv_bias={config.qkv_bias} and qk_norm={config.qk_norm}")

@@ -41,7 +41,10 @@ def token_logprobs(
         return from_logits(model.logits(hidden_RCD), targets_RC, temperature=temperature)
 
     # Chunks run along the row, so that the rows stay where they are sharded.
-    chunks = (hidden_RLD.reshape(R, L // width, width, D).swapaxes(0, 1), next_RL.reshape(R, L // width, width).swapaxes(0, 1))
+    chunks = (
+        hidden_RLD.reshape(R, L // width, width, D).swapaxes(0, 1),
+        next_RL.reshape(R, L // width, width).swapaxes(0, 1),
+    )
     if L == width:
         results = jax.tree.map(lambda x: x[None], one_chunk(chunks[0][0], chunks[1][0]))
     else:

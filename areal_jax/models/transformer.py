@@ -205,4 +205,6 @@ def _abstract(config: TransformerConfig) -> Transformer:
 
 def _flatten(nested: Mapping[Any, Any]) -> dict[str, Any]:
     flat = traverse_util.flatten_dict(nested)
-    return {".".join(str(part) for part in path): value for path, value in sorted(flat.items(), key=lambda kv: str(kv[0]))}
+    return {
+        ".".join(str(part) for part in path): value for path, value in sorted(flat.items(), key=lambda kv: str(kv[0]))
+    }

@@ -55,7 +55,9 @@ def test_recorded_logprobs_are_those_of_a_full_forward(engine, temperature):
             made[slot] += list(np.asarray(decoded.logprobs)[slot, : decoded.count[slot]])
     for prompt, slot in zip(PROMPTS, [2, 0], strict=True):
         tokens = np.asarray(state.tokens)[slot, : len(prompt) + 12]
-        np.testing.assert_allclose(made[slot], forward_logprobs(weights, tokens, temperature)[len(prompt) - 1 :], atol=2e-5)
+        np.testing.assert_allclose(
+            made[slot], forward_logprobs(weights, tokens, temperature)[len(prompt) - 1 :], atol=2e-5
+        )
 
 
 def test_recompute_gives_the_cache_of_the_new_weights(engine):

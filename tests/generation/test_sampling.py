@@ -32,7 +32,9 @@ def test_inverse_cdf_is_the_plain_one():
     uniforms = rng.random(64).astype(np.float32)
     cumulative = np.cumsum(probabilities.astype(np.float64), axis=1)
     expected = (cumulative <= uniforms[:, None] * cumulative[:, -1:]).sum(1)
-    assert (np.asarray(inverse_cdf(jnp.asarray(probabilities), jnp.asarray(uniforms))) == expected).mean() > 0.95  # rounding at edges
+    assert (
+        np.asarray(inverse_cdf(jnp.asarray(probabilities), jnp.asarray(uniforms))) == expected
+    ).mean() > 0.95  # rounding at edges
 
 
 def test_a_token_without_probability_is_never_drawn():

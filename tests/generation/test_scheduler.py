@@ -57,7 +57,9 @@ class Caller:
         ]
 
 
-def ask(scheduler, uid, *, samples=(0,), prompt=(1, 2, 3), max_new_tokens=8, temperature=1.0, stop=(), **fields) -> Caller:
+def ask(
+    scheduler, uid, *, samples=(0,), prompt=(1, 2, 3), max_new_tokens=8, temperature=1.0, stop=(), **fields
+) -> Caller:
     sampling = Sampling(max_new_tokens, temperature=temperature, seed=7, stop_tokens=stop)
     caller = Caller(GenerateRequest(uid, np.array(prompt, np.int32), tuple(samples), sampling, **fields))
     caller.ticket = scheduler.submit(caller.request, caller.on_chunks, caller.on_error)

@@ -1,3 +1,5 @@
+import pathlib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -169,3 +171,16 @@ def test_what_the_model_cannot_express_is_refused_by_name(edit, message, tmp_pat
 def test_a_missing_model_says_what_was_looked_for(tmp_path):
     with pytest.raises(FileNotFoundError, match="no config.json there; give a directory in the Hugging Face format"):
         huggingface.load_model(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_are_those_of_hugging_face_transformers(family):
+    """Against files that `make_golden.py` wrote with torch and transformers."""
+    directory = pathlib.Path(__file__).parent / "golden" / family
+    config, params = huggingface.load_model(directory)
+    golden = np.load(directory / "logits.npz")
+    model = bind(graph(config), {name: jnp.asarray(array) for name, array in params.items()})
+    tokens_BL = jnp.asarray(golden["tokens"])
+    positions_BL = jnp.broadcast_to(jnp.arange(tokens_BL.shape[1]), tokens_BL.shape)
+    logits = model.logits(model(tokens_BL, positions_BL, jnp.ones_like(tokens_BL)))
+    np.testing.assert_allclose(logits, golden["logits"], rtol=1e-4, atol=1e-4 * np.abs(golden["logits"]).max())

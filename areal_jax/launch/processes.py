@@ -1,0 +1,187 @@
+"""A run as local processes: a trainer, generation servers, a rollout controller, joined by gRPC on loopback.
+
+In: a checked config. Out: the run's directory, and the exit status. Called by `main`; waits for the children, shows how
+far they are, and stops them in order: first who asks (controller), then who consumes (trainer, which writes a last
+checkpoint), then who serves (generation). A child that dies takes the run down, and no process is left behind: children
+end themselves when this process is gone.
+"""
+
+import contextlib
+import dataclasses
+import fcntl
+import os
+import pathlib
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+from areal_jax import config as config_lib
+from areal_jax import weights
+from areal_jax.config import Config
+from areal_jax.launch import run_files
+from areal_jax.launch.display import Display
+from areal_jax.launch.roles import PARENT
+
+POLL_S = 0.5  # between two looks at the children and at the run's files
+STOP_S = 30.0  # for a child to end after SIGTERM, a last checkpoint included
+
+
+class RunFailed(Exception):
+    """A child process ended that should not have."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Child:
+    """A part of the run in a process of its own, which prints into `log`."""
+
+    name: str
+    process: subprocess.Popen[bytes]
+    log: pathlib.Path
+
+    def stop(self) -> None:
+        """SIGTERM, then SIGKILL when that is ignored."""
+        if self.process.poll() is None:
+            self.process.terminate()
+        try:
+            self.process.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+    def complaint(self) -> str:
+        lines = self.log.read_text(errors="replace").splitlines()
+        errors = [line for line in lines if line.startswith("error: ")]
+        text = errors[-1].removeprefix("error: ") if errors else "\n".join(lines[-15:])
+        status = self.process.returncode
+        return f"the {self.name} process ended with status {status}: {text}\n(its whole output: {self.log})"
+
+
+def run(config: Config, *, command: Sequence[str]) -> int:
+    """Runs all parts to the end: 0 when training finished, 130 when it was interrupted. Raises RunFailed."""
+    directory = config.run_dir
+    with exclusive(directory), _interruptible() as interrupted:
+        config = with_ports(config)
+        run_files.open_run(directory, command)
+        (directory / "config.json").write_text(config_lib.to_json(config))
+        children = [_start(name, config, arguments) for name, arguments in _parts(config)]
+        try:
+            with Display(directory) as display:
+                _wait(children, interrupted, display)
+        finally:
+            for child in children:
+                child.stop()
+            _remove_weights(config)
+    return 130 if interrupted() else 0
+
+
+def _parts(config: Config) -> list[tuple[str, list[str]]]:
+    """Name and arguments of each part, in the order in which they are stopped."""
+    generators = [
+        (f"generator-{i}", ["--role=generator", f"--index={i}"]) for i in range(len(config.generation.addresses))
+    ]
+    return [("rollout", ["--role=rollout"]), ("trainer", ["--role=trainer"]), *generators]
+
+
+def _start(name: str, config: Config, arguments: Sequence[str]) -> Child:
+    log = config.run_dir / "logs" / f"{name}.log"
+    package = pathlib.Path(config_lib.__file__).resolve().parent
+    saved = f"--config={package / 'config.py'}:{config.run_dir / 'config.json'}"
+    path = os.pathsep.join(filter(None, [str(package.parent), os.environ.get("PYTHONPATH")]))
+    environment = {**os.environ, PARENT: str(os.getpid()), "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
+    with log.open("ab") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "areal_jax.main", saved, *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            start_new_session=True,  # Ctrl-C reaches this process alone, which then stops the others in order
+        )
+    return Child(name, process, log)
+
+
+def _wait(children: Sequence[Child], interrupted: Callable[[], bool], display: Display) -> None:
+    """Returns when the controller and the trainer are done, or on an interrupt. Raises RunFailed when a child dies."""
+    finite = [child for child in children if child.name in ("rollout", "trainer")]
+    while not interrupted() and any(child.process.poll() is None for child in finite):
+        for child in children:
+            status = child.process.poll()
+            if status is not None and (status != 0 or child not in finite):
+                time.sleep(POLL_S)  # others may have died of the same cause, and know it better
+                raise RunFailed(child.complaint())
+        display.update()
+        time.sleep(POLL_S)
+    failed = [child for child in finite if child.process.poll() not in (None, 0)]
+    if failed and not interrupted():
+        raise RunFailed(failed[0].complaint())
+
+
+@contextlib.contextmanager
+def exclusive(directory: pathlib.Path) -> Iterator[None]:
+    """Holds the run's directory. Raises ValueError when another run does."""
+    directory.mkdir(parents=True, exist_ok=True)
+    with (directory / ".lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ValueError(
+                f"run.dir={directory} belongs to a run that is going on; wait for it, or give this one "
+                "another --config.run.dir or --config.run.name"
+            ) from error
+        yield
+
+
+@contextlib.contextmanager
+def _interruptible() -> Iterator[Callable[[], bool]]:
+    """Within it SIGINT and SIGTERM only note that the run is to end; says whether one came."""
+    seen: list[int] = []
+
+    def note(number: int, frame: object) -> None:
+        seen.append(number)
+        for handled in previous:  # a second Ctrl-C ends at once
+            signal.signal(handled, previous[handled])
+
+    previous = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield lambda: bool(seen)
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def with_ports(config: Config) -> Config:
+    """The config with a free port for each address that leaves it open. Raises ValueError for a port in use."""
+    trainer, *generation = _free([config.trainer.address, *config.generation.addresses])
+    return dataclasses.replace(
+        config,
+        trainer=dataclasses.replace(config.trainer, address=trainer),
+        generation=dataclasses.replace(config.generation, addresses=tuple(generation)),
+    )
+
+
+def _free(addresses: Sequence[str]) -> list[str]:
+    with contextlib.ExitStack() as stack:
+        found = []
+        for address in addresses:
+            host, _, port = address.rpartition(":")
+            probe = stack.enter_context(socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET))
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((host.strip("[]"), int(port)))
+            except OSError as error:
+                raise ValueError(
+                    f"cannot listen on {address}: {error.strerror}; choose another port, or port 0 for a free one"
+                ) from error
+            found.append(f"{host}:{probe.getsockname()[1]}")
+    return found
+
+
+def _remove_weights(config: Config) -> None:
+    directory = weights.run_directory(config.weights.directory, config.run_dir)
+    if directory.exists():
+        for file in directory.iterdir():
+            file.unlink()
+        directory.rmdir()

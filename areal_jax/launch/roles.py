@@ -1,0 +1,280 @@
+"""The parts of a run, each built from the config and run to its end, in a process of its own.
+
+    trainer      loads the model, hosts the trajectory queue and the weights, trains
+    generator    loads the model, compiles, serves generation until it is told to stop
+    rollout      prompts, gate, rewards; ends when the trainer announces that training is finished
+
+In: a checked config. Called by `main --role=...`, by hand or as a child of `launch.processes`. SIGTERM and SIGINT end a
+part in good order; a child also ends when its parent is gone.
+"""
+
+import asyncio
+import dataclasses
+import logging
+import os
+import pathlib
+import signal
+import threading
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from areal_jax.config import Config
+from areal_jax.metrics import JsonlWriter
+from areal_jax.types import UNPUBLISHED, PromptSource
+
+if TYPE_CHECKING:  # the controller starts without jax
+    from areal_jax.generation.scheduler import Scheduler
+
+log = logging.getLogger(__name__)
+
+PARENT = "AREAL_JAX_PARENT"  # in a child's environment: the process it must not outlive
+TOKEN = "AREAL_JAX_TOKEN"  # shared by all processes of a run that goes beyond loopback
+LINGER_S = 3.0  # that the trainer still answers after training, so that the controller hears of the end
+REPORT_S = 1.0  # between two lines of generation-N.jsonl
+
+
+def run(config: Config, role: str, *, index: int = 0) -> int:
+    """Runs one part to its end and returns the exit status."""
+    stop = _stop_event()
+    if role == "rollout":
+        asyncio.run(_rollout(config, stop))
+    elif role == "trainer":
+        _trainer(config, stop)
+    else:
+        _generator(config, index, stop)
+    return 0
+
+
+def _stop_event() -> threading.Event:
+    """Set by SIGTERM, SIGINT and the death of the parent."""
+    stop = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
+    if parent := os.environ.get(PARENT):
+        threading.Thread(target=_watch, args=(int(parent), stop), daemon=True).start()
+    return stop
+
+
+def _watch(parent: int, stop: threading.Event) -> None:
+    while os.getppid() == parent:
+        time.sleep(1.0)
+    stop.set()
+    time.sleep(20.0)
+    os._exit(1)  # whatever still holds this process: nobody is left to wait for it
+
+
+def token() -> str:
+    return os.environ.get(TOKEN, "")
+
+
+# Trainer.
+
+
+def _trainer(config: Config, stop: threading.Event) -> None:
+    from areal_jax import compilation, weights
+    from areal_jax.transport import clients, servers
+
+    compilation.enable_cache()
+    queue = make_queue(config)
+    directory = weights.run_directory(config.weights.directory, config.run_dir)
+    server = servers.serve_trainer(
+        queue, address=config.trainer.address, token=token(), weights_directory=str(directory)
+    )
+
+    def push(file: weights.WeightFile) -> None:
+        clients.push_weights(
+            config.generation.addresses,
+            file,
+            source=server.address if config.weights.transport == "stream" else "",
+            token=token(),
+            timeout_s=config.weights.timeout_s,
+        )
+
+    try:
+        train(config, queue, weights.shared_memory_sender(directory, push), stop)
+        stop.wait(LINGER_S)
+    finally:
+        server.stop()
+
+
+def train(config: Config, queue: Any, send: Callable[[Any, int], Any], stop: threading.Event) -> None:
+    """The training loop with its files, on a queue and on whatever sends weights to the generators."""
+    from areal_jax.metrics import StepLog
+    from areal_jax.models.huggingface import load_model
+    from areal_jax.trainer import loop
+    from areal_jax.weights import Publisher
+
+    model_config, params = load_model(config.model.path)
+
+    def open_log(version: int) -> StepLog:
+        return StepLog(
+            config.run_dir,
+            version=version,
+            tensorboard=config.metrics.tensorboard,
+            wandb=config.metrics.wandb,
+            name=config.run.name,
+            config=dataclasses.asdict(config),
+        )
+
+    loop.train(
+        config,
+        model_config=model_config,
+        params=params,
+        queue=queue,
+        publisher=Publisher(send, queue.announce),
+        open_log=open_log,
+        stop=stop,
+    )
+
+
+def make_queue(config: Config) -> Any:
+    from areal_jax.trajectory_queue import TrajectoryQueue
+
+    return TrajectoryQueue(
+        batch_size=config.batch_size,
+        group_size=config.rollout.group_size,
+        max_staleness=config.rollout.max_staleness,
+        overdue=config.rollout.overdue,
+    )
+
+
+# Generation server.
+
+
+def _generator(config: Config, index: int, stop: threading.Event) -> None:
+    from areal_jax import compilation
+    from areal_jax.tokenizer import Tokenizer
+    from areal_jax.transport import servers
+
+    compilation.enable_cache()
+    scheduler = make_scheduler(config)
+    server = servers.serve_generation(
+        scheduler,
+        address=config.generation.addresses[index],
+        tokenizer=Tokenizer.load(config.model.path),
+        token=token(),
+        max_new_tokens=config.rollout.max_new_tokens,
+        temperature=config.rollout.temperature,
+        seed=config.run.seed,
+    )
+    log.info("generation server %d listens on %s", index, server.address)
+    try:
+        report_generation(scheduler, config.run_dir, index, stop)
+    finally:
+        server.stop()
+        scheduler.stop()
+
+
+def make_scheduler(config: Config) -> "Scheduler":
+    """A started scheduler over a warm engine. It holds the weights of `model.path` until the first publish."""
+    from areal_jax.generation.engine import Engine, EngineOptions
+    from areal_jax.generation.scheduler import Scheduler
+    from areal_jax.models.huggingface import load_model
+    from areal_jax.tokenizer import Tokenizer
+
+    model_config, params = load_model(config.model.path)
+    settings = config.generation
+    options = EngineOptions(
+        slots=settings.slots,
+        max_length=config.max_length,
+        decode_steps=settings.decode_steps,
+        prefill_rows=settings.prefill_rows,
+        length_buckets=settings.length_buckets,
+        dtype=settings.dtype,
+        temperature=config.rollout.temperature,
+        seed=config.run.seed,
+    )
+    engine = Engine(model_config, options, tokenizer=Tokenizer.load(config.model.path))
+    weights = engine.load(params, UNPUBLISHED)
+    engine.warm_up(weights, lambda done, total: log.info("generator: compiled %d of %d length buckets", done, total))
+    scheduler = Scheduler(engine, weights, on_update=settings.on_update, max_waiting=settings.max_waiting)
+    scheduler.start()
+    return scheduler
+
+
+TOTALS = ("busy_s", "tokens", "requests", "swaps", "swap_stall_s", "recomputed_tokens")
+
+
+def report_generation(scheduler: "Scheduler", run_dir: pathlib.Path, index: int, stop: threading.Event) -> None:
+    """Writes a line of generation-<index>.jsonl about once a second until `stop`. Raises what ended the engine."""
+    writer = JsonlWriter(run_dir / f"generation-{index}.jsonl")
+    before, began = scheduler.status(), time.time()
+    while scheduler.failure is None:
+        stopped = stop.wait(REPORT_S)
+        status, now = scheduler.status(), time.time()
+        line = {
+            "time": now,
+            "interval_s": now - began,
+            **status,
+            **{name: status[name] - before[name] for name in TOTALS},
+        }
+        writer.write(line)
+        before, began = status, now
+        if stopped:
+            writer.close()
+            return
+    raise RuntimeError("the generation engine failed") from scheduler.failure
+
+
+# Rollout controller.
+
+
+async def _rollout(config: Config, stop: threading.Event) -> None:
+    from areal_jax.transport.clients import GenerationPool, TrainerClient
+
+    generate = GenerationPool(config.generation.addresses, token=token(), patience_s=config.run.start_timeout_s)
+    queue = TrainerClient(config.trainer.address, token=token(), patience_s=config.run.start_timeout_s)
+    try:
+        await control(config, generate, queue, stop)
+    finally:
+        await generate.close()
+        await queue.close()
+
+
+async def control(config: Config, generate: Any, queue: Any, stop: threading.Event) -> None:
+    """The controller with its reward pool and its files, on whatever generates and queues."""
+    from areal_jax.rewards.pool import RewardPool
+    from areal_jax.rollout import controller
+    from areal_jax.tokenizer import Tokenizer
+
+    tokenizer = Tokenizer.load(config.model.path)
+    writers: dict[str, JsonlWriter] = {}
+
+    def record(file: str, line: dict[str, Any]) -> None:
+        if file not in writers:
+            writers[file] = JsonlWriter(config.run_dir / f"{file}.jsonl")
+        writers[file].write(line)
+
+    reward = config.reward
+    with RewardPool(reward.function, workers=reward.workers, timeout_s=reward.timeout_s) as scorer:
+        services = controller.Services(
+            generate=generate, scorer=scorer, queue=queue, tokenizer=tokenizer, record=record
+        )
+        await controller.run(
+            config,
+            services,
+            train=load_prompts(config, "train", tokenizer),
+            held_out=load_prompts(config, "held_out", tokenizer),
+            stop=await _as_asyncio(stop),
+        )
+
+
+def load_prompts(config: Config, split: str, tokenizer: Any) -> PromptSource:
+    from areal_jax.rollout.prompts import load_source
+
+    spec = getattr(config.data, split)
+    return load_source(spec, split=split, seed=config.run.seed, tokenizer=tokenizer, options=config.data.options)
+
+
+async def _as_asyncio(stop: threading.Event) -> asyncio.Event:
+    """An asyncio event that is set soon after `stop`."""
+    event, loop = asyncio.Event(), asyncio.get_running_loop()
+
+    def wait() -> None:
+        stop.wait()
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(event.set)
+
+    threading.Thread(target=wait, daemon=True).start()
+    return event

@@ -1,0 +1,180 @@
+"""What a training step leaves for the log: its line of metrics.jsonl, written while the devices work on the next step.
+
+In: the batch, its packed minibatches and what the updates returned (still on the devices). Out: one dict per step under
+the names of `areal_jax.metrics.METRICS`. Called by the loop; waits for the devices only when a line is asked for.
+Here, too, the run ends when its gradients stay not finite.
+
+Shapes: B trajectories, R packed rows, L tokens of a row.
+"""
+
+import collections
+import contextlib
+import dataclasses
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from areal_jax import compilation
+from areal_jax.algorithms import packing
+from areal_jax.algorithms.staleness import staleness_figures
+from areal_jax.metrics import Seconds, Writer, percentiles, with_prefix
+from areal_jax.trainer.step import Minibatch, Outcome
+from areal_jax.types import TrainBatch, Trajectory
+
+SKIPPED_IN_A_ROW = 8  # updates without a finite gradient that end the run
+TIMES = ("idle_s", "prox_s", "update_s", "publish_wait_s", "checkpoint_s")
+
+Line = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """A finished step: what it worked on, what came of it, and what is measured on the host."""
+
+    version: int  # after the step
+    batch: Sequence[Trajectory]
+    minibatches: Sequence[Minibatch]
+    outcomes: Sequence[Outcome]
+    numbers: Line
+
+
+class Journal:
+    """Times the parts of a step, and holds its line back until `flush`, so that no device is waited for in between."""
+
+    def __init__(self, writer: Writer, *, correct_reward: float, recomputed_prox: bool):
+        self._writer = writer
+        self._correct_reward, self._recomputed_prox = correct_reward, recomputed_prox
+        self._seconds, self._ended = Seconds(), time.monotonic()
+        self._pending: Step | None = None
+        self._skipped = self._skipped_in_a_row = 0
+
+    def measure(self, name: str) -> contextlib.AbstractContextManager[None]:
+        """Adds the time inside to the step's `name`."""
+        return self._seconds.measure(name)
+
+    def add(
+        self,
+        version: int,
+        batch: Sequence[Trajectory],
+        minibatches: Sequence[Minibatch],
+        outcomes: Sequence[Outcome],
+        numbers: Line,
+    ) -> None:
+        """Ends the step whose weights are `version`; `numbers` goes into its line as it is."""
+        self.flush()
+        now = time.monotonic()
+        times = dict.fromkeys(TIMES, 0.0) | self._seconds.take()
+        numbers = {"version": version, "time": time.time(), "step_s": now - self._ended} | times | numbers
+        numbers["compilations"] = compilation.count()
+        self._pending, self._ended = Step(version, batch, minibatches, outcomes, numbers), now
+
+    def flush(self) -> None:
+        """Writes the line of the step held back. Raises FloatingPointError after too many updates without gradient."""
+        step, self._pending = self._pending, None
+        if step is None:
+            return
+        consuming, outcomes = step.version - 1, jax.device_get(step.outcomes)
+        self._count_skipped(outcomes)
+        line = step.numbers | batch_figures(step.batch, consuming, self._correct_reward)
+        line |= packing_figures(step.minibatches) | update_figures(outcomes) | {"updates/skipped": self._skipped}
+        pairs = first_logprobs(step.minibatches, outcomes, recomputed_prox=self._recomputed_prox)
+        self._writer.write(line | logprob_gap(pairs, consuming))
+        self._check_skipped(consuming)
+
+    def close(self) -> None:
+        self.flush()
+        self._writer.close()
+
+    def _count_skipped(self, outcomes: Sequence[Outcome]) -> None:
+        for outcome in outcomes:
+            skipped = bool(outcome.facts["skipped"])
+            self._skipped += skipped
+            self._skipped_in_a_row = self._skipped_in_a_row + 1 if skipped else 0
+
+    def _check_skipped(self, version: int) -> None:
+        if self._skipped_in_a_row >= SKIPPED_IN_A_ROW:
+            raise FloatingPointError(
+                f"the gradient was not finite in {self._skipped_in_a_row} updates in a row, the last of them in the "
+                f"step from version {version}; all were skipped, so the weights are still those before. Lower "
+                "trainer.optimizer.lr, compute in float32 (trainer.dtype), and look at the rewards and at "
+                "behav_weight/max in metrics.jsonl"
+            )
+
+
+def batch_figures(batch: Sequence[Trajectory], version: int, correct_reward: float) -> Line:
+    """Rewards, lengths and versions of the trajectories that `version` consumes."""
+    rewards_B = np.array([t.reward for t in batch])
+    lengths_B = np.array([len(t.tokens) for t in batch])
+    versions_B = np.array([len(np.unique(t.versions)) for t in batch])
+    by_prompt = collections.defaultdict(set)
+    for t in batch:
+        by_prompt[t.uid].add(t.reward)
+    return {
+        "reward/mean": rewards_B.mean(),
+        "reward/accuracy": (rewards_B >= correct_reward).mean(),
+        "response/length_mean": lengths_B.mean(),
+        **{f"response/length_{name}": value for name, value in percentiles(lengths_B).items()},
+        "response/truncated": np.mean([t.truncated for t in batch]),
+        **with_prefix("staleness", staleness_figures([t.versions for t in batch], version=version)),
+        "tokens/prompt": sum(len(t.prompt_tokens) for t in batch),
+        "versions_per_trajectory/max": versions_B.max(),
+        "trajectories/multi_version": np.count_nonzero(versions_B > 1),
+        "groups/zero_variance": sum(len(rewards) == 1 for rewards in by_prompt.values()),
+    }
+
+
+def packing_figures(minibatches: Sequence[Minibatch]) -> Line:
+    """Tokens that train, completion tokens that do not, and padding."""
+    batches = [batch for minibatch in minibatches for batch in minibatch.batches]
+    completion = sum(int(np.count_nonzero(batch.versions >= 0)) for batch in batches)
+    trained = packing.loss_tokens(batches)
+    return {
+        "tokens/trained": trained,
+        "tokens/masked": completion - trained,
+        "packing/padding": packing.padding_share(batches),
+    }
+
+
+def update_figures(outcomes: Sequence[Outcome]) -> Line:
+    """Means over the tokens that trained, of all minibatches together."""
+    total: dict[str, float] = collections.defaultdict(float)
+    for sums in (sums for outcome in outcomes for sums in outcome.sums):
+        for name, value in sums.items():
+            total[name] = max(total[name], float(value)) if name.endswith("_max") else total[name] + float(value)
+    tokens = max(1.0, total["tokens"])
+    return {
+        "loss": total["loss"] / tokens,
+        "entropy": total["entropy"] / tokens,
+        "ratio/mean": total["ratio"] / tokens,
+        "ratio/clipped": total["clipped"] / tokens,
+        "behav_weight/mean": total["behav_weight"] / tokens,
+        "behav_weight/max": total["behav_weight_max"],
+        "approx_kl": total["approx_kl"] / tokens,
+        "grad_norm": np.mean([outcome.facts["grad_norm"] for outcome in outcomes]),
+        "lr": outcomes[-1].facts["lr"],
+    }
+
+
+def first_logprobs(
+    minibatches: Sequence[Minibatch], outcomes: Sequence[Outcome], *, recomputed_prox: bool
+) -> list[tuple[TrainBatch, Any]]:
+    """(microbatch, its log-probabilities [R, L] under the step's first weights), where those were computed.
+
+    The first update starts from those weights; the later ones have them from the proximal pass, if there was one.
+    """
+    pairs = list(zip(minibatches[0].batches, outcomes[0].logprobs, strict=True))
+    for minibatch in minibatches[1:] if recomputed_prox else []:
+        pairs += zip(minibatch.batches, jax.device_get(minibatch.prox_logprobs), strict=True)
+    return pairs
+
+
+def logprob_gap(pairs: Sequence[tuple[TrainBatch, Any]], version: int) -> Line:
+    """|log p of the generator - log p of the trainer| over the tokens that these very weights sampled, if any."""
+    gaps = [np.abs(batch.behav_logprobs - at_start)[batch.versions == version] for batch, at_start in pairs]
+    gap = np.concatenate(gaps)
+    if not gap.size:
+        return {}
+    return with_prefix("logp_gap", percentiles(gap)) | {"logp_gap/tokens": gap.size}

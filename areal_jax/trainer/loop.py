@@ -1,0 +1,216 @@
+"""The training loop: batches in, versions out.
+
+    for batch in queue:                                     <- whole groups, oldest first
+        minibatches = pack(batch), with_prox(weights now)
+        for minibatch in minibatches: update
+        version + 1
+        publish                                             -> generation servers, then the staleness gate
+
+Consumes: batches of the trajectory queue. Produces: a version of the weights per batch, a line of metrics.jsonl, now
+and then a checkpoint. Waits for: the queue (`idle_s`), the devices (`prox_s`, `update_s`), the publish before
+(`publish_wait_s`). Unblocked by: the rollout controller, which puts groups. Ends: after `trainer.steps` or when `stop`
+is set, leaving a checkpoint from which the same call goes on; or by an error.
+
+The version is minted here and nowhere else. The first thing published is the version that training starts from (0, or
+the checkpoint's), once the queue is restored and every program compiled: whoever waits for its announcement, waits for
+the trainer to be ready.
+"""
+
+import contextlib
+import dataclasses
+import json
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+import jax
+import numpy as np
+from jax import Array
+
+from areal_jax.algorithms.advantage import trajectory_advantages
+from areal_jax.algorithms.packing import Layout, make_layout, pack, split_minibatches
+from areal_jax.config import Config
+from areal_jax.metrics import Writer
+from areal_jax.models.transformer import TransformerConfig
+from areal_jax.trainer.checkpoint import Checkpoints, Facts
+from areal_jax.trainer.journal import Journal
+from areal_jax.trainer.state import TrainState, initial_state
+from areal_jax.trainer.step import (
+    Minibatch,
+    Outcome,
+    Programs,
+    build_programs,
+    decoupled_objective,
+    update,
+    with_behav_as_prox,
+    with_prox_logprobs,
+)
+from areal_jax.types import Arrays, Trajectory
+
+
+class Queue(Protocol):
+    """The trajectory queue, which lives in the trainer's process."""
+
+    def get(self, version: int, *, timeout_s: float, stop: threading.Event) -> list[Trajectory] | None: ...
+    def announce(self, version: int, *, finished: bool) -> None: ...
+    def snapshot(self, version: int) -> Mapping[str, np.ndarray]: ...
+    def restore(self, snapshot: Arrays) -> None: ...
+    @property
+    def waiting(self) -> int: ...
+    @property
+    def dropped(self) -> dict[str, int]: ...
+
+
+class Publisher(Protocol):
+    """Brings a version to every generation server in the background, then announces it."""
+
+    def publish(self, params: Mapping[str, Array], version: int) -> None: ...
+    def close(self) -> None: ...
+
+
+def train(
+    config: Config,
+    *,
+    model_config: TransformerConfig,
+    params: Mapping[str, np.ndarray | Array],
+    queue: Queue,
+    publisher: Publisher,
+    open_log: Callable[[int], Writer],
+    stop: threading.Event,
+) -> int:
+    """Trains to `trainer.steps` versions, from the newest checkpoint of the run if there is one; returns the version.
+
+    `params` are those of version 0. `open_log` opens the step log of a run that stands at a version.
+    """
+    programs, layout = build(config, model_config)
+    with contextlib.ExitStack() as stack:
+        checkpoints = stack.enter_context(contextlib.closing(open_checkpoints(config)))
+        state, version = start(checkpoints, programs, facts(config, model_config, 0), params, queue)
+        programs.compile(layout.shapes)
+        journal = stack.enter_context(contextlib.closing(open_journal(config, open_log(version))))
+        publisher.publish(programs.export(state.params), version)
+        while version < config.trainer.steps:
+            with journal.measure("idle_s"):
+                batch = queue.get(version, timeout_s=config.trainer.batch_timeout_s, stop=stop)
+            if batch is None:
+                break
+            waiting = queue.waiting
+            minibatches = make_minibatches(config, batch, version, layout)
+            with journal.measure("prox_s"):
+                minibatches = with_prox(config, programs, state, minibatches)
+            with journal.measure("update_s"):
+                state, outcomes = update_all(programs, state, minibatches, meanwhile=journal.flush)
+            version += 1
+            with journal.measure("publish_wait_s"):
+                publisher.publish(programs.export(state.params), version)
+            due = config.trainer.checkpoint.every and version % config.trainer.checkpoint.every == 0
+            if due:
+                with journal.measure("checkpoint_s"):
+                    checkpoints.save(state, facts(config, model_config, version), queue.snapshot(version))
+            journal.add(version, batch, minibatches, outcomes, {"queue/waiting": waiting, "dropped": queue.dropped})
+            if due:
+                journal.flush()  # a run that goes on from here does not do this step again
+        if checkpoints.newest != version:
+            checkpoints.save(state, facts(config, model_config, version), queue.snapshot(version))
+    publisher.close()
+    if version >= config.trainer.steps:
+        queue.announce(version, finished=True)
+    return version
+
+
+def build(config: Config, model_config: TransformerConfig) -> tuple[Programs, Layout]:
+    """The programs and the shapes they run on. Raises ValueError when mesh, model and token budget do not fit."""
+    programs = build_programs(
+        model_config,
+        config.trainer,
+        decoupled_objective,
+        updates=config.trainer.steps * config.trainer.objective.minibatches,
+        temperature=config.rollout.temperature,
+        export_dtype=config.generation.dtype,
+    )
+    layout = make_layout(
+        config.trainer.row_buckets,
+        max_length=config.max_length,
+        token_budget=config.trainer.token_budget,
+        shards=programs.shards,
+    )
+    return programs, layout
+
+
+def open_checkpoints(config: Config) -> Checkpoints:
+    return Checkpoints(config.run_dir / "checkpoints", keep=config.trainer.checkpoint.keep)
+
+
+def open_journal(config: Config, writer: Writer) -> Journal:
+    recomputed_prox = config.trainer.objective.prox == "recompute"
+    return Journal(writer, correct_reward=config.reward.correct, recomputed_prox=recomputed_prox)
+
+
+def facts(config: Config, model_config: TransformerConfig, version: int) -> Facts:
+    """What a checkpoint belongs to: it is not restored into another model, or into another stream of prompts."""
+    run = {
+        "seed": config.run.seed,
+        "data": config.data.train,
+        "prompts_per_step": config.trainer.prompts_per_step,
+        "group_size": config.rollout.group_size,
+    }
+    return json.loads(json.dumps({"version": version, "model": dataclasses.asdict(model_config), "run": run}))
+
+
+def start(
+    checkpoints: Checkpoints,
+    programs: Programs,
+    wanted: Facts,
+    params: Mapping[str, np.ndarray | Array],
+    queue: Queue,
+) -> tuple[TrainState, int]:
+    """State and version of the newest checkpoint, whose queue is put back; or those of a run that begins."""
+    if checkpoints.newest is None:
+        return initial_state(params, programs.abstract, programs.optimizer), 0
+    restored = checkpoints.restore(programs.abstract, wanted)
+    queue.restore(restored.queue)
+    return restored.state, restored.version
+
+
+def make_minibatches(config: Config, batch: Sequence[Trajectory], version: int, layout: Layout) -> list[Minibatch]:
+    """Advantages over the whole batch, then its minibatches, packed; with overdue=train no token is too old."""
+    objective = config.trainer.objective
+    advantages_B = trajectory_advantages(
+        np.array([t.reward for t in batch]),
+        np.array([t.uid for t in batch]),
+        group_size=config.rollout.group_size,
+        normalize=objective.normalize_advantages,
+        std=objective.advantage_std,
+        group_baseline=objective.group_baseline,
+    )
+    max_staleness = version if config.rollout.overdue == "train" else config.rollout.max_staleness
+    return [
+        Minibatch(
+            pack([batch[i] for i in part], advantages_B[part], layout, version=version, max_staleness=max_staleness)
+        )
+        for part in split_minibatches(batch, objective.minibatches)
+    ]
+
+
+def with_prox(
+    config: Config, programs: Programs, state: TrainState, minibatches: Sequence[Minibatch]
+) -> list[Minibatch]:
+    """Adds the proximal log-probabilities, computed before the first update, or the behaviour policy's (naive)."""
+    if config.trainer.objective.prox == "naive":
+        return with_behav_as_prox(minibatches)
+    minibatches = with_prox_logprobs(programs, state.params, minibatches)
+    jax.block_until_ready([m.prox_logprobs for m in minibatches])
+    return minibatches
+
+
+def update_all(
+    programs: Programs, state: TrainState, minibatches: Sequence[Minibatch], meanwhile: Callable[[], None]
+) -> tuple[TrainState, list[Outcome]]:
+    """An update per minibatch. `meanwhile` is called when all are dispatched, before the devices are waited for."""
+    outcomes = []
+    for minibatch in minibatches:
+        state, outcome = update(programs, state, minibatch)
+        outcomes.append(outcome)
+    meanwhile()
+    jax.block_until_ready(outcomes)
+    return state, outcomes

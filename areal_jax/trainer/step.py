@@ -1,0 +1,285 @@
+"""The programs of a training step, and the update made of them.
+
+In: a `TrainState`, packed microbatches, an objective. Out: the next state and sums for the metrics. Called by the loops
+of reinforcement learning (loop.py) and supervised fine-tuning (sft.py); waits for nothing: calls are dispatched, and
+whoever looks at a result waits for it.
+
+Five programs, each one visible jit:
+
+    zeros       -> grads                                          an empty accumulator
+    accumulate  (params, grads*, rows, 1/tokens, scalars) -> grads, sums, logprobs     once per microbatch
+    apply       (state*, grads) -> state, facts                   once per minibatch
+    logprobs    (params, rows, temperature) -> logprobs           the proximal pass
+    export      params -> a copy in the generator's dtype         never donated, so that it may be published
+
+(* donated). Params, gradients and moments are sharded by `param_shardings`, rows over the mesh axes data and fsdp.
+
+Shapes: R packed rows, L tokens of a row, D model.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jax import Array
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from areal_jax.algorithms.loss import Sums, decoupled_ppo_loss, supervised_loss
+from areal_jax.algorithms.packing import empty_batch, loss_tokens
+from areal_jax.config import TrainerConfig
+from areal_jax.models import logprobs, sharding, transformer
+from areal_jax.models.transformer import Params, TransformerConfig
+from areal_jax.trainer.state import (
+    TrainState,
+    abstract_state,
+    global_norm,
+    learning_rate,
+    make_optimizer,
+    shardings_of,
+    updates_done,
+)
+from areal_jax.types import TrainBatch
+
+Rows = dict[str, Array]  # the arrays [R, L] of one microbatch that programs read
+Scalars = Mapping[str, Any]  # hyperparameters that are arguments of a program, not part of it
+Forward = Callable[[Params, Rows, Array], tuple[Array, Array]]
+Objective = Callable[[Array, Rows, Scalars], tuple[Array, Sums]]  # (logprobs [R, L], rows, scalars) -> loss sum, sums
+
+CONTEXT = ("tokens", "positions", "segment_ids")
+TRAINED = (*CONTEXT, "loss_mask", "behav_logprobs", "advantages")
+
+
+def decoupled_objective(logprobs_RL: Array, rows: Rows, scalars: Scalars) -> tuple[Array, Sums]:
+    """Decoupled PPO. `own_prox`: the weights are still those of the step's start, so prox is what was just computed."""
+    own_RL = jax.lax.stop_gradient(logprobs_RL)
+    prox_RL = jnp.where(scalars["own_prox"], own_RL, rows["prox_logprobs"])
+    return decoupled_ppo_loss(
+        logprobs_RL,
+        prox_RL,
+        rows["behav_logprobs"],
+        rows["advantages"],
+        rows["loss_mask"],
+        clip_eps=scalars["clip_eps"],
+    )
+
+
+def supervised_objective(logprobs_RL: Array, rows: Rows, scalars: Scalars) -> tuple[Array, Sums]:
+    """Cross-entropy of the tokens that train."""
+    del scalars
+    return supervised_loss(logprobs_RL, rows["loss_mask"])
+
+
+class Programs:
+    """The jitted programs for one model on one mesh; compiled on first use, or ahead by `compile`."""
+
+    def __init__(
+        self,
+        model_config: TransformerConfig,
+        mesh: Mesh,
+        optimizer: optax.GradientTransformation,
+        schedule: optax.Schedule,
+        objective: Objective,
+        scalars: Scalars,
+        *,
+        compute_dtype: str,
+        export_dtype: str,
+        logprob_chunk: int,
+    ):
+        """`scalars` holds the hyperparameters that the objective reads, "temperature" among them."""
+        self.abstract = abstract_state(model_config, optimizer, mesh)
+        self.mesh, self.optimizer, self.scalars = mesh, optimizer, dict(scalars)
+        self.rows_sharding = rows = NamedSharding(mesh, sharding.ROWS)
+        state = shardings_of(self.abstract)
+        everywhere = NamedSharding(mesh, sharding.REPLICATED)
+        forward = _make_forward(transformer.graph(model_config), rows, compute_dtype, logprob_chunk)
+        self.zeros = jax.jit(_make_zeros(self.abstract.params), out_shardings=state.params)
+        self.accumulate = jax.jit(
+            _make_accumulate(forward, objective),
+            in_shardings=(state.params, state.params, rows, everywhere, everywhere),
+            out_shardings=(state.params, everywhere, rows),
+            donate_argnames="grads",
+        )
+        self.apply = jax.jit(
+            _make_apply(optimizer, schedule),
+            in_shardings=(state, state.params),
+            out_shardings=(state, everywhere),
+            donate_argnames="state",
+        )
+        self.logprobs = jax.jit(
+            lambda params, rows, temperature: forward(params, rows, temperature)[0],
+            in_shardings=(state.params, rows, everywhere),
+            out_shardings=rows,
+        )
+        # `jnp.copy`, as a jit may hand an input through that it does not change.
+        self.export = jax.jit(
+            lambda params: {name: jnp.copy(value).astype(export_dtype) for name, value in params.items()},
+            in_shardings=(state.params,),
+            out_shardings=state.params,
+        )
+
+    def compile(self, shapes: Sequence[tuple[int, int]]) -> None:
+        """Compiles every program for every shape [R, L] of a microbatch, so that nothing compiles afterwards."""
+        params, number = self.abstract.params, jax.ShapeDtypeStruct((), np.float32)
+        self.zeros.lower().compile()
+        self.apply.lower(self.abstract, params).compile()
+        self.export.lower(params).compile()
+        for shape in shapes:
+            rows = self._abstract_rows(shape)
+            self.accumulate.lower(params, params, rows, number, self.with_own_prox(False)).compile()
+            self.logprobs.lower(params, {name: rows[name] for name in CONTEXT}, number).compile()
+
+    def _abstract_rows(self, shape: tuple[int, int]) -> dict[str, jax.ShapeDtypeStruct]:
+        batch = empty_batch(*shape)
+        arrays = {name: getattr(batch, name) for name in TRAINED} | {"prox_logprobs": batch.behav_logprobs}
+        return {k: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=self.rows_sharding) for k, a in arrays.items()}
+
+    @property
+    def shards(self) -> int:
+        """Parts that the rows of a microbatch are split into."""
+        return self.mesh.shape["data"] * self.mesh.shape["fsdp"]
+
+    def put(self, batch: TrainBatch, names: Sequence[str]) -> Rows:
+        """The named arrays of a microbatch on the mesh, its rows split over data and fsdp."""
+        return {name: jax.device_put(getattr(batch, name), self.rows_sharding) for name in names}
+
+    def with_own_prox(self, own_prox: bool) -> Scalars:
+        """The scalars of one call of `accumulate`."""
+        return self.scalars | {"own_prox": np.bool_(own_prox)}
+
+
+def build_programs(
+    model_config: TransformerConfig,
+    config: TrainerConfig,
+    objective: Objective,
+    *,
+    updates: int,
+    temperature: float,
+    export_dtype: str,
+) -> Programs:
+    """The programs for the trainer's section of a config, on the mesh that it describes.
+
+    `updates` is the number of optimizer updates of the whole run, which the learning rate's schedule needs.
+    """
+    schedule = learning_rate(config.optimizer, updates)
+    return Programs(
+        model_config,
+        sharding.make_mesh(dataclasses.asdict(config.mesh)),
+        make_optimizer(config.optimizer, schedule),
+        schedule,
+        objective,
+        {"temperature": np.float32(temperature), "clip_eps": np.float32(config.objective.clip_eps)},
+        compute_dtype=config.dtype,
+        export_dtype=export_dtype,
+        logprob_chunk=config.logprob_chunk,
+    )
+
+
+def _make_forward(graph: nnx.GraphDef, rows_sharding: NamedSharding, compute_dtype: str, chunk: int) -> Forward:
+    lookup_sharding = NamedSharding(rows_sharding.mesh, PartitionSpec("tensor"))
+
+    def forward(params: Params, rows: Rows, temperature: Array) -> tuple[Array, Array]:
+        """Log-probabilities and entropies, both [R, L] float32, of the tokens of packed rows."""
+        params = transformer.cast(params, compute_dtype)
+        # Whole along the model axis before the lookup, which would else spread tokens of all rows over every device.
+        params["embedding"] = jax.lax.with_sharding_constraint(params["embedding"], lookup_sharding)
+        model = transformer.bind(graph, params)
+        hidden_RLD = model(rows["tokens"], rows["positions"], rows["segment_ids"])
+        hidden_RLD = jax.lax.with_sharding_constraint(hidden_RLD, rows_sharding)
+        return logprobs.token_logprobs(model, hidden_RLD, rows["tokens"], temperature=temperature, chunk=chunk)
+
+    return forward
+
+
+def _make_zeros(params: Mapping[str, jax.ShapeDtypeStruct]) -> Callable[[], Params]:
+    def zeros() -> Params:
+        return {name: jnp.zeros(leaf.shape, leaf.dtype) for name, leaf in params.items()}
+
+    return zeros
+
+
+def _make_accumulate(forward: Forward, objective: Objective) -> Callable[..., tuple[Params, Sums, Array]]:
+    def accumulate(
+        params: Params, grads: Params, rows: Rows, inverse_tokens: Array, scalars: Scalars
+    ) -> tuple[Params, Sums, Array]:
+        """Adds the gradient of the microbatch's loss sum / tokens of the whole minibatch."""
+
+        def scaled_loss(params: Params) -> tuple[Array, tuple[Sums, Array]]:
+            logprobs_RL, entropy_RL = forward(params, rows, scalars["temperature"])
+            loss, sums = objective(logprobs_RL, rows, scalars)
+            entropy = jnp.sum(jax.lax.stop_gradient(entropy_RL) * rows["loss_mask"])
+            return loss * inverse_tokens, (sums | {"loss": loss, "entropy": entropy}, logprobs_RL)
+
+        more, (sums, logprobs_RL) = jax.grad(scaled_loss, has_aux=True)(params)
+        return jax.tree.map(jnp.add, grads, more), sums, logprobs_RL
+
+    return accumulate
+
+
+def _make_apply(optimizer: optax.GradientTransformation, schedule: optax.Schedule) -> Callable[..., Any]:
+    def apply(state: TrainState, grads: Params) -> tuple[TrainState, Sums]:
+        """One optimizer update; a gradient that is not finite leaves the state as it was."""
+        norm = global_norm(grads)
+        finite = jnp.isfinite(norm)
+        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+        moved = TrainState(optax.apply_updates(state.params, updates), opt_state)
+        facts = {"grad_norm": norm, "lr": schedule(updates_done(state)), "skipped": ~finite}
+        return jax.tree.map(lambda new, old: jnp.where(finite, new, old), moved, state), facts
+
+    return apply
+
+
+@dataclasses.dataclass(frozen=True)
+class Minibatch:
+    """The microbatches of one optimizer update, with the proximal log-probabilities of each (empty: its own)."""
+
+    batches: Sequence[TrainBatch]
+    prox_logprobs: Sequence[Array | np.ndarray] = ()
+
+
+class Outcome(NamedTuple):
+    """What an update leaves for the metrics, on the device until someone looks."""
+
+    sums: list[Sums]  # per microbatch
+    facts: Sums
+    logprobs: list[Array]  # [R, L] per microbatch, before the update
+
+
+def with_prox_logprobs(programs: Programs, params: Params, minibatches: Sequence[Minibatch]) -> list[Minibatch]:
+    """Adds the log-probabilities under the weights before the step's first update (AReaL, section 4.2).
+
+    The first minibatch needs no pass: its update starts from those very weights, so its own are the same numbers.
+    """
+    temperature = programs.scalars["temperature"]
+
+    def recompute(minibatch: Minibatch) -> Minibatch:
+        passes = [programs.logprobs(params, programs.put(b, CONTEXT), temperature) for b in minibatch.batches]
+        return dataclasses.replace(minibatch, prox_logprobs=passes)
+
+    return [minibatches[0], *map(recompute, minibatches[1:])]
+
+
+def with_behav_as_prox(minibatches: Sequence[Minibatch]) -> list[Minibatch]:
+    """Naive PPO: the behaviour policy is the proximal one."""
+    return [dataclasses.replace(m, prox_logprobs=[b.behav_logprobs for b in m.batches]) for m in minibatches]
+
+
+def update(programs: Programs, state: TrainState, minibatch: Minibatch) -> tuple[TrainState, Outcome]:
+    """One optimizer update; `state` is donated. Gradients are summed over microbatches and divided once, exactly."""
+    inverse_tokens = np.float32(1.0 / max(1, loss_tokens(minibatch.batches)))
+    own_prox = not minibatch.prox_logprobs
+    scalars = programs.with_own_prox(own_prox)
+    grads, sums, logprobs_RL = programs.zeros(), [], []
+    for i, batch in enumerate(minibatch.batches):
+        rows = programs.put(batch, TRAINED)
+        prox = rows["behav_logprobs"] if own_prox else minibatch.prox_logprobs[i]
+        rows["prox_logprobs"] = jax.device_put(prox, programs.rows_sharding)
+        grads, *results = programs.accumulate(state.params, grads, rows, inverse_tokens, scalars)
+        sums.append(results[0])
+        logprobs_RL.append(results[1])
+    state, facts = programs.apply(state, grads)
+    return state, Outcome(sums, facts, logprobs_RL)

@@ -1,0 +1,201 @@
+"""Weights on their way from the trainer to generation servers in other processes.
+
+In: a copy of the parameters after a step, as `{canonical name: array}`. Out: one safetensors file per version, named by
+version and checksum, that appears whole or not at all; servers map it (same host) or fetch its bytes (other hosts).
+The trainer's loop calls `Publisher.publish` and waits only for the publish before; a thread copies, writes, pushes and
+announces. Servers call `read_weights` or `parse_weights`, and refuse bytes whose checksum is another.
+"""
+
+import dataclasses
+import json
+import mmap
+import os
+import pathlib
+import time
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+PIECE_BYTES = 1 << 20  # written and summed at a time: the second pass over a piece finds it in the processor's cache
+
+# Names of the safetensors format.
+_DTYPES = {
+    "F64": np.float64,
+    "F32": np.float32,
+    "F16": np.float16,
+    "BF16": ml_dtypes.bfloat16,
+    "I64": np.int64,
+    "I32": np.int32,
+    "I16": np.int16,
+    "I8": np.int8,
+    "U8": np.uint8,
+    "BOOL": np.bool_,
+}
+_NAMES = {np.dtype(dtype): name for name, dtype in _DTYPES.items()}
+
+# Hands the parameters of a version to every server; returns the seconds that its stages took, by name.
+Send = Callable[[Mapping[str, Any], int], Mapping[str, float] | None]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class WeightFile:
+    """A version's file. `checksum` is the CRC-32 of all its bytes, `size` their number."""
+
+    path: str
+    version: int
+    checksum: int
+    size: int
+
+
+def run_directory(parent: str, run_dir: str | os.PathLike[str]) -> pathlib.Path:
+    """Where a run keeps its weight files: under `parent`, or in shared memory, or (where there is none) in `run_dir`.
+
+    The same run finds the same directory again, also after a kill; another run on this machine gets another one.
+    """
+    own = f"areal_jax-{zlib.crc32(os.path.realpath(run_dir).encode()):08x}"
+    if not parent:
+        parent = "/dev/shm" if os.path.isdir("/dev/shm") else os.fspath(run_dir)
+    return pathlib.Path(parent) / own
+
+
+def write_weights(params: Mapping[str, np.ndarray], version: int, directory: str | os.PathLike[str]) -> WeightFile:
+    """Writes `weights-<version>-<checksum>.safetensors`: under another name first, so that no reader sees half of it.
+
+    It is not synced to the disk: it is for readers that run now, and a checkpoint is what survives the machine.
+    """
+    directory = pathlib.Path(directory)
+    temporary = directory / f".weights-{version}.{os.getpid()}"
+    checksum = size = 0
+    with open(temporary, "wb", buffering=0) as file:
+        for piece in _serialize(params, version):
+            checksum, size = zlib.crc32(piece, checksum), size + len(piece)
+            file.write(piece)
+    path = directory / f"weights-{version}-{checksum:08x}.safetensors"
+    os.replace(temporary, path)
+    return WeightFile(str(path), version, checksum, size)
+
+
+def _serialize(params: Mapping[str, np.ndarray], version: int) -> Iterator[memoryview]:
+    """The bytes of the safetensors format: length of the header, header in JSON padded to 8 bytes, the arrays."""
+    header: dict[str, Any] = {"__metadata__": {"version": str(version)}}
+    end = 0
+    for name, array in params.items():
+        begin, end = end, end + array.nbytes
+        header[name] = {"dtype": _NAMES[array.dtype], "shape": array.shape, "data_offsets": (begin, end)}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    yield memoryview(len(text).to_bytes(8, "little") + text)
+    for array in params.values():
+        data = memoryview(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+        yield from (data[i : i + PIECE_BYTES] for i in range(0, len(data), PIECE_BYTES))
+
+
+def read_weights(path: str | os.PathLike[str], checksum: int) -> tuple[int, dict[str, np.ndarray]]:
+    """Version and parameters of a file, read-only and mapped, not copied; the map outlives the file's name.
+
+    Raises ValueError for a torn file, FileNotFoundError for one that the trainer has removed already.
+    """
+    with open(path, "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        data: mmap.mmap | bytes = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if size else b""
+    return parse_weights(data, checksum, str(path))
+
+
+def parse_weights(data: Any, checksum: int, source: str) -> tuple[int, dict[str, np.ndarray]]:
+    """The same from bytes in memory (anything with the buffer interface); `source` is for the error's text."""
+    found = zlib.crc32(data)
+    if found != checksum:
+        raise ValueError(
+            f"the weights from {source} are torn: checksum {found:08x}, announced was {checksum:08x}; nothing was "
+            "loaded, and the version before is still served; publish again"
+        )
+    start = 8 + int.from_bytes(data[:8], "little")
+    header = json.loads(bytes(data[8:start]))
+    version = int(header.pop("__metadata__")["version"])
+    params = {}
+    for name, entry in header.items():
+        begin, end = entry["data_offsets"]
+        flat = np.frombuffer(data, np.uint8, end - begin, start + begin).view(_DTYPES[entry["dtype"]])
+        params[name] = flat.reshape(entry["shape"])
+    return version, params
+
+
+def find_weights(directory: str | os.PathLike[str], version: int | None = None) -> WeightFile | None:
+    """The file of a version, or of the newest; None when there is none."""
+    files = [file for file in _weight_files(directory) if version is None or file.version == version]
+    return max(files, key=lambda file: file.version, default=None)
+
+
+def _weight_files(directory: str | os.PathLike[str]) -> Iterable[WeightFile]:
+    for path in pathlib.Path(directory).glob("weights-*-*.safetensors"):
+        _, version, checksum = path.stem.split("-")
+        yield WeightFile(str(path), int(version), int(checksum, 16), path.stat().st_size)
+
+
+def shared_memory_sender(directory: str | os.PathLike[str], push: Callable[[WeightFile], object]) -> Send:
+    """A `send` that writes the file and calls `push` with it, which tells every server.
+
+    Keeps the newest file and the one before, for servers that come late. Files left by an earlier process are removed:
+    the directory (`run_directory`) belongs to this trainer alone, and whoever started it removes it in the end.
+    """
+    os.makedirs(directory, mode=0o700, exist_ok=True)
+    for path in pathlib.Path(directory).glob("*weights-*"):
+        path.unlink()
+    files: list[WeightFile] = []
+
+    def send(params: Mapping[str, Any], version: int) -> dict[str, float]:
+        began = time.monotonic()
+        for leaf in params.values():
+            if hasattr(leaf, "copy_to_host_async"):  # all copies start before the first is waited for
+                leaf.copy_to_host_async()
+        host = {name: np.asarray(leaf) for name, leaf in params.items()}
+        copied = time.monotonic()
+        files.append(write_weights(host, version, directory))
+        written = time.monotonic()
+        push(files[-1])
+        for file in files[:-2]:
+            os.unlink(file.path)
+        del files[:-2]
+        return {"copy": copied - began, "write": written - copied, "push": time.monotonic() - written}
+
+    return send
+
+
+class Publisher:
+    """The trainer's side: sends each version in a thread of its own, at most one at a time, and then announces it.
+
+    `last` holds the seconds of the newest finished publish: "total", and what `send` reported by stage.
+    """
+
+    def __init__(self, send: Send, announce: Callable[[int], object]):
+        self._send, self._announce = send, announce
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="publisher")
+        self._running: Future[None] | None = None
+        self.last: dict[str, float] = {}
+
+    def publish(self, params: Mapping[str, Any], version: int) -> None:
+        """Starts sending `params`, a copy that nobody will donate; before, waits for the last publish or its error."""
+        self._wait()
+        self._running = self._thread.submit(self._run, params, version)
+
+    def close(self) -> None:
+        """Waits for the publish under way and raises its error."""
+        try:
+            self._wait()
+        finally:
+            self._thread.shutdown()
+
+    def _wait(self) -> None:
+        running, self._running = self._running, None
+        if running is not None:
+            running.result()
+
+    def _run(self, params: Mapping[str, Any], version: int) -> None:
+        began = time.monotonic()
+        stages = self._send(params, version)
+        self._announce(version)
+        self.last = {**(stages or {}), "total": time.monotonic() - began}

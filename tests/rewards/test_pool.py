@@ -1,0 +1,237 @@
+"""The reward pool with rewards that behave badly in every way that has been seen."""
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from areal_jax.rewards.pool import RewardError, RewardPool, RewardTimeout
+
+REWARDS = """
+import os, sys, time
+
+def same(*, completion, answer, prompt):
+    return completion == answer
+
+def by_order(*, completion, answer, prompt):
+    '''What the completion says to do.'''
+    if completion == "hang":
+        while True:
+            time.sleep(1)
+    if completion == "spin":
+        while True:
+            pass
+    if completion == "power":
+        9 ** 9 ** 9  # one bytecode that takes hours and never lets another thread run
+    if completion == "die":
+        os._exit(7)
+    if completion == "exit":
+        sys.exit(3)
+    if completion == "raise":
+        raise KeyError("no such problem")
+    if completion == "print":
+        print("a reward prints")
+        return 1
+    if completion == "pid":
+        return 1 / os.getpid()
+    return float(completion)
+"""
+
+
+@pytest.fixture
+def rewards(tmp_path, monkeypatch):
+    (tmp_path / "some_rewards.py").write_text(REWARDS)
+    monkeypatch.syspath_prepend(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def pool(rewards):
+    with RewardPool("some_rewards:by_order", workers=1, timeout_s=0.5) as pool:
+        yield pool
+
+
+def score(pool, *completions):
+    return pool.score_now(completions, answer="", prompt="")
+
+
+def gone(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    with open(f"/proc/{pid}/stat") as file:  # a child of init that nobody waits for stays as a zombie
+        return file.read().rsplit(")", 1)[1].split()[0] == "Z"
+
+
+def wait_until_gone(pid: int, seconds: float = 10.0) -> bool:
+    deadline = time.monotonic() + seconds
+    while not gone(pid) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return gone(pid)
+
+
+def test_verdicts_come_in_the_order_of_the_completions(pool):
+    assert score(pool, "1", "0", "0.25", "1") == [1.0, 0.0, 0.25, 1.0]
+    assert score(pool) == []
+
+
+def test_texts_arrive_as_they_are(rewards):
+    texts = ["", "two\nlines", '"quotes" \\ and \x00', "é — 数 🎲", "x" * 1_000_000]
+    with RewardPool("some_rewards:same", workers=1) as pool:
+        for text in texts:
+            assert pool.score_now([text, text + " "], answer=text, prompt="?") == [1.0, 0.0]
+
+
+@pytest.mark.parametrize("misdeed", ["hang", "spin", "power"])
+def test_a_reward_that_never_returns_costs_its_group_and_its_process_only(pool, misdeed):
+    before = score(pool, "pid")
+    began = time.monotonic()
+    with pytest.raises(RewardTimeout, match=r"'some_rewards:by_order' did not return within reward.timeout_s=0.5"):
+        score(pool, "1", misdeed, "1")
+    assert time.monotonic() - began < 10
+    assert wait_until_gone(round(1 / before[0]))
+    after = score(pool, "pid")
+    assert after != before and score(pool, "1") == [1.0]
+
+
+@pytest.mark.parametrize(("misdeed", "message"), [("die", "ended: exit status 7"), ("exit", "raised SystemExit: 3")])
+def test_a_reward_that_ends_its_process_is_an_error_and_the_pool_lives_on(pool, misdeed, message):
+    with pytest.raises(RewardError, match=message):
+        score(pool, "1", misdeed)
+    assert score(pool, "1", "0") == [1.0, 0.0]
+
+
+def test_a_worker_killed_while_idle_costs_one_group(pool):
+    os.kill(round(1 / score(pool, "pid")[0]), signal.SIGKILL)
+    with pytest.raises(RewardError, match="ended"):
+        score(pool, "1")
+    assert score(pool, "1") == [1.0]
+
+
+def test_a_reward_that_raises_keeps_its_process_and_never_becomes_a_verdict(pool):
+    before = score(pool, "pid")
+    with pytest.raises(RewardError, match="raised KeyError: 'no such problem'"):
+        score(pool, "raise", "1", "1")
+    assert score(pool, "pid") == before and score(pool, "0", "1") == [0.0, 1.0]
+
+
+@pytest.mark.parametrize("value", ["5", "-0.5", "nan", "inf"])
+def test_a_verdict_out_of_range_is_an_error(pool, value):
+    with pytest.raises(RewardError, match="a verdict lies between 0.0"):
+        score(pool, value)
+
+
+def test_the_deadline_is_each_verdicts_own(rewards):
+    (rewards / "slow_rewards.py").write_text("import time\ndef slow(**_):\n    time.sleep(0.3)\n    return 1\n")
+    with RewardPool("slow_rewards:slow", timeout_s=1.0) as pool:
+        assert score(pool, *"abcdef") == [1.0] * 6  # 1.8 s together, 0.3 s each
+
+
+def test_what_a_reward_prints_disturbs_nothing(pool):
+    assert score(pool, "print", "0") == [1.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        ("no_such_module:f", "No module named 'no_such_module'"),
+        ("some_rewards:missing", "no attribute 'missing'"),
+        ("ending_rewards:f", "its process ended while importing it"),
+    ],
+)
+def test_a_function_that_cannot_be_imported_is_said_at_the_start(rewards, function, message):
+    (rewards / "ending_rewards.py").write_text("import os\nos._exit(1)\n")
+    with pytest.raises(ValueError, match=rf"reward.function='{function}' cannot be used: .*{message}"):
+        RewardPool(function)
+
+
+def test_hung_rewards_do_not_hold_up_the_other_workers_or_the_event_loop(rewards):
+    async def all_at_once(pool):
+        hung = asyncio.create_task(pool.score(["hang"], answer="", prompt=""))
+        began = time.monotonic()
+        verdicts = await asyncio.gather(*[pool.score(["1", "0"], answer="", prompt="") for _ in range(50)])
+        took = time.monotonic() - began
+        with pytest.raises(RewardTimeout):
+            await hung
+        return verdicts, took
+
+    with RewardPool("some_rewards:by_order", workers=2, timeout_s=3.0) as pool:
+        verdicts, took = asyncio.run(all_at_once(pool))
+    assert verdicts == [[1.0, 0.0]] * 50
+    assert took < 3.0
+
+
+def test_closing_ends_the_processes_and_what_is_being_scored(rewards):
+    pool = RewardPool("some_rewards:by_order", workers=2, timeout_s=60.0)
+    pids = {round(1 / score(pool, "pid")[0]) for _ in range(2)}
+    errors = []
+
+    def hang():
+        try:
+            score(pool, "hang")
+        except RewardError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=hang)
+    thread.start()
+    time.sleep(0.2)
+    pool.close()
+    thread.join(10)
+    assert len(errors) == 1 and len(pids) == 2
+    assert all(wait_until_gone(pid) for pid in pids)
+
+
+@pytest.mark.parametrize("misdeed", ["1", "hang"])
+def test_workers_end_when_their_parent_is_killed(rewards, misdeed):
+    code = f"""
+import threading
+from areal_jax.rewards.pool import RewardPool
+pool = RewardPool("some_rewards:by_order", timeout_s=60.0)
+print(round(1 / pool.score_now(["pid"], answer="", prompt="")[0]), flush=True)
+pool.score_now(["{misdeed}"], answer="", prompt="")
+threading.Event().wait()
+"""
+    path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": path}
+    ) as parent:
+        pid = int(parent.stdout.readline())
+        time.sleep(0.3)
+        assert not gone(pid)
+        parent.kill()
+    assert wait_until_gone(pid)
+
+
+def test_a_group_of_eight_costs_the_caller_little():
+    with RewardPool("areal_jax.rewards.math_answer:last_number_matches") as pool:
+        group = ["[ 5 8 3 ] 3"] * 8
+        pool.score_now(group, answer="3", prompt="")
+        began = time.thread_time()
+        for _ in range(50):
+            assert pool.score_now(group, answer="3", prompt="") == [1.0] * 8
+        per_completion = (time.thread_time() - began) / 400
+    assert per_completion < 1e-3  # tens of microseconds; at 130 per second that is under 1 % of a core
+
+
+def test_the_kernel_ends_a_computation_that_nobody_is_left_to_kill(rewards):
+    ours, theirs = socket.socketpair()
+    path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+    arguments = [str(theirs.fileno()), "some_rewards:by_order", "0.1"]
+    with subprocess.Popen(
+        [sys.executable, "-m", "areal_jax.rewards.worker", *arguments],
+        pass_fds=[theirs.fileno()],
+        env={**os.environ, "PYTHONPATH": path},
+    ) as worker:
+        theirs.close()
+        ours.sendall(b'{"completions": ["power"], "answer": "", "prompt": ""}\n')
+        assert ours.recv(100) == b'{"ready": true}\n'
+        time.sleep(0.2)
+        ours.close()  # it cannot notice: the power holds the interpreter's lock
+        assert worker.wait(60) == -signal.SIGXCPU
