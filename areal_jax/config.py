@@ -26,6 +26,7 @@ class RunConfig:
     seed: int = 1
     launch: Literal["processes", "threads"] = "processes"
     start_timeout_s: float = 600.0  # for each process to come up, compilation included
+    cores: tuple[int, ...] = ()  # pins trainer, generator 0, generator 1, ... to a core each; empty: the system decides
 
 
 @dataclasses.dataclass(frozen=True)

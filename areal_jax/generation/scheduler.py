@@ -358,7 +358,8 @@ class Scheduler:
             raise ValueError(f"max_new_tokens={sampling.max_new_tokens} must be at least 1")
         if length > options.max_length:
             raise ValueError(
-                f"prompt {request.uid} has {len(request.prompt_tokens)} tokens and max_new_tokens={sampling.max_new_tokens}"
+                f"prompt {request.uid} has {len(request.prompt_tokens)} tokens and "
+                f"max_new_tokens={sampling.max_new_tokens}"
                 f", together {length}; this server holds {options.max_length} per sequence: shorten one of them"
             )
         for sample, partial in request.partial.items():

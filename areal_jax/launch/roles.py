@@ -16,7 +16,7 @@ import pathlib
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from areal_jax.config import Config
@@ -36,6 +36,7 @@ REPORT_S = 1.0  # between two lines of generation-N.jsonl
 
 def run(config: Config, role: str, *, index: int = 0) -> int:
     """Runs one part to its end and returns the exit status."""
+    pin(config.run.cores, role, index)
     stop = _stop_event()
     if role == "rollout":
         asyncio.run(_rollout(config, stop))
@@ -44,6 +45,22 @@ def run(config: Config, role: str, *, index: int = 0) -> int:
     else:
         _generator(config, index, stop)
     return 0
+
+
+def pin(cores: Sequence[int], role: str, index: int) -> None:
+    """Keeps trainer and generation servers on the cores of `run.cores`. Call it before jax counts its cores.
+
+    Raises ValueError when there are fewer cores than parts, OSError for a core that this machine does not have.
+    """
+    if not cores or role == "rollout":
+        return
+    place = 0 if role == "trainer" else 1 + index
+    if place >= len(cores):
+        raise ValueError(
+            f"config.run.cores={tuple(cores)} names no core for {role} {index}; it needs one for the trainer and one "
+            "for each of generation.addresses, in this order"
+        )
+    os.sched_setaffinity(0, {cores[place]})
 
 
 def _stop_event() -> threading.Event:
@@ -187,7 +204,7 @@ def make_scheduler(config: Config) -> "Scheduler":
     )
     engine = Engine(model_config, options, tokenizer=Tokenizer.load(config.model.path))
     weights = engine.load(params, UNPUBLISHED)
-    engine.warm_up(weights, lambda done, total: log.info("generator: compiled %d of %d length buckets", done, total))
+    engine.warm_up(weights, lambda done, total: log.info("compiled %d of %d length buckets", done, total))
     scheduler = Scheduler(engine, weights, on_update=settings.on_update, max_waiting=settings.max_waiting)
     scheduler.start()
     return scheduler

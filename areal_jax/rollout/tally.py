@@ -78,8 +78,8 @@ class Tally:
             )
 
     def line(self) -> dict[str, Any]:
-        """Totals; `right_of_ended` is a share of all that ended, failed ones included, `right_of_finished` is not."""
-        ended = self._finished + self._failed.total()
+        """Totals; the failed count as not right in `right_of_settled`, and not at all in `right_of_finished`."""
+        settled = self._finished + self._failed.total()
         return {
             "started": self._started,
             "finished": self._finished,
@@ -89,7 +89,7 @@ class Tally:
             "in_flight": self.in_flight,
             "verdict_mean": self._verdict_sum / self._finished if self._finished else None,
             "right_of_finished": self._right / self._finished if self._finished else None,
-            "right_of_ended": self._right / ended if ended else None,
+            "right_of_settled": self._right / settled if settled else None,
         }
 
 

@@ -19,6 +19,7 @@ the trainer to be ready.
 import contextlib
 import dataclasses
 import json
+import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
@@ -46,6 +47,8 @@ from areal_jax.trainer.step import (
     with_prox_logprobs,
 )
 from areal_jax.types import Arrays, Trajectory
+
+log = logging.getLogger(__name__)
 
 
 class Queue(Protocol):
@@ -86,7 +89,9 @@ def train(
     with contextlib.ExitStack() as stack:
         checkpoints = stack.enter_context(contextlib.closing(open_checkpoints(config)))
         state, version = start(checkpoints, programs, facts(config, model_config, 0), params, queue)
+        log.info("compiling for microbatches of rows x tokens %s", layout.shapes)
         programs.compile(layout.shapes)
+        log.info("ready at version %d, waiting for trajectories", version)
         journal = stack.enter_context(contextlib.closing(open_journal(config, open_log(version))))
         publisher.publish(programs.export(state.params), version)
         while version < config.trainer.steps:

@@ -1,0 +1,83 @@
+"""The warm-started default model before any RL: how often it is right, and how long its answers are.
+
+    python -m experiments.default_model --out=DIR
+
+In: nothing. Out: DIR/results.json and DIR/lengths.png. 256 held-out problems, 8 samples each at temperature 1, and one
+greedy answer each, from our own generation engine.
+"""
+
+import asyncio
+import pathlib
+from collections.abc import Sequence
+
+import matplotlib as mpl
+import numpy as np
+from absl import app, flags
+
+from areal_jax import compilation, config
+from areal_jax.launch import roles
+from areal_jax.launch.threads import LocalGenerate
+from areal_jax.rewards.pool import RewardPool
+from areal_jax.rollout.evaluation import Evaluation, evaluate
+from areal_jax.tokenizer import Tokenizer
+from areal_jax.types import Sampling
+from configs import math
+from experiments import runs
+
+mpl.use("Agg")
+import matplotlib.pyplot as plt
+
+_OUT = flags.DEFINE_string("out", None, "Directory for the results.", required=True)
+
+SAMPLES = 8
+
+
+def main(argv: Sequence[str]) -> None:
+    del argv
+    compilation.enable_cache()
+    out = pathlib.Path(_OUT.value).absolute()
+    out.mkdir(parents=True, exist_ok=True)
+    settings = config.build(math.get_config())
+    scheduler = roles.make_scheduler(settings)
+    sampled = asyncio.run(ask(settings, LocalGenerate(scheduler), samples=SAMPLES, temperature=1.0))
+    greedy = asyncio.run(ask(settings, LocalGenerate(scheduler), samples=1, temperature=0.0))
+    scheduler.stop()
+    lengths = [len(each.completion.tokens) for group in sampled.groups for each in group]
+    p50, p99 = np.percentile(lengths, [50, 99])
+    results = {
+        "problems": len(sampled.groups),
+        "samples": SAMPLES,
+        "pass@1": sampled.figures()["accuracy"],
+        f"pass@{SAMPLES}": float(np.mean([any(each.right for each in group) for group in sampled.groups])),
+        "greedy": greedy.figures()["accuracy"],
+        "length": {"p50": p50, "p99": p99, "max": max(lengths), "p99_over_p50": p99 / p50},
+    }
+    plot(out / "lengths.png", lengths)
+    runs.write(out, results)
+
+
+async def ask(settings: config.Config, generate: LocalGenerate, *, samples: int, temperature: float) -> Evaluation:
+    tokenizer = Tokenizer.load(settings.model.path)
+    with RewardPool(settings.reward.function, workers=1, timeout_s=settings.reward.timeout_s) as scorer:
+        return await evaluate(
+            roles.load_prompts(settings, "held_out", tokenizer),
+            prompts=settings.eval.prompts,
+            samples=samples,
+            in_flight=settings.generation.slots // samples,
+            sampling=Sampling(settings.rollout.max_new_tokens, temperature=temperature, stop_tokens=tokenizer.eos_ids),
+            max_prompt_tokens=settings.data.max_prompt_tokens,
+            generate=generate,
+            scorer=scorer,
+            tokenizer=tokenizer,
+        )
+
+
+def plot(path: pathlib.Path, lengths: Sequence[int]) -> None:
+    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
+    axes.hist(lengths, bins=range(max(lengths) + 2))
+    axes.set(xlabel="tokens of a sampled answer", ylabel="answers", title="The default model before RL")
+    figure.savefig(path, dpi=120)
+
+
+if __name__ == "__main__":
+    app.run(main)

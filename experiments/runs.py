@@ -1,0 +1,56 @@
+"""Whole runs as experiments use them: the real command in a process of its own, and what it left in its directory."""
+
+import json
+import os
+import pathlib
+import platform
+import subprocess
+import sys
+import time
+from typing import Any
+
+import jax
+
+CONFIG = pathlib.Path(__file__).parents[1] / "configs" / "math.py"
+
+Line = dict[str, Any]
+
+
+def run(directory: pathlib.Path, *settings: str, environment: dict[str, str] | None = None) -> Line:
+    """`python -m areal_jax.main --config=configs/math.py --config.SETTING ...`; returns its summary.
+
+    Raises CalledProcessError when the run fails; what it printed is in DIR.log beside the directory.
+    """
+    if directory.exists():
+        raise ValueError(f"{directory} exists; an experiment begins anew: give another --out")
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, "-m", "areal_jax.main", f"--config={CONFIG}", f"--config.run.dir={directory}"]
+    with directory.with_suffix(".log").open("w") as log:
+        overrides = [f"--config.{setting}" for setting in settings]
+        subprocess.run([*command, *overrides], check=True, stdout=log, stderr=log, env=environment)
+    return json.loads((directory / "summary.json").read_text())
+
+
+def lines(directory: pathlib.Path, name: str) -> list[Line]:
+    """The lines of DIR/NAME.jsonl."""
+    return [json.loads(line) for line in (directory / f"{name}.jsonl").read_text().splitlines()]
+
+
+def machine() -> Line:
+    """What a result was measured on."""
+    cpuinfo = pathlib.Path("/proc/cpuinfo").read_text().splitlines()
+    model = next((line.split(":")[1].strip() for line in cpuinfo if line.startswith("model name")), "")
+    return {
+        "date": time.strftime("%Y-%m-%d"),
+        "processor": model or platform.processor(),
+        "cores": len(os.sched_getaffinity(0)),
+        "jax": jax.__version__,
+        "backend": jax.default_backend(),
+    }
+
+
+def write(out: pathlib.Path, results: Line) -> None:
+    """Writes results.json and shows it."""
+    text = json.dumps({"machine": machine(), **results}, indent=2)
+    (out / "results.json").write_text(text + "\n")
+    print(text)
