@@ -13,6 +13,7 @@ from absl import app, flags
 from ml_collections import config_flags
 
 from areal_jax import config as config_lib
+from areal_jax import metrics
 from areal_jax.config import Config
 
 _CONFIG = config_flags.DEFINE_config_file(
@@ -31,6 +32,8 @@ def main(argv: Sequence[str]) -> int:
     with _plain_errors():
         config = config_lib.build(_CONFIG.value)
         config_lib.check(config)
+        if config.metrics.wandb:
+            metrics.require_wandb()
     if _DRY_RUN.value:
         print(config_lib.to_json(config), end="")
         return 0

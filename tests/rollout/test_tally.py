@@ -32,13 +32,13 @@ def test_ten_rollouts_six_right_two_wrong_two_failed():
         "in_flight": 0,
         "verdict_mean": 0.75,  # 6 / 8: over all finished
         "right_of_finished": 0.75,
-        "right_of_ended": 0.6,  # 6 / 10: the failed count
+        "right_of_settled": 0.6,  # 6 / 10: the failed count
     }
 
 
 def test_a_share_of_nothing_is_absent():
     line = Tally(group_size=2, max_failures=16, max_filtered=8).line()
-    assert (line["verdict_mean"], line["right_of_finished"], line["right_of_ended"]) == (None, None, None)
+    assert (line["verdict_mean"], line["right_of_finished"], line["right_of_settled"]) == (None, None, None)
 
 
 def test_filtered_groups_stay_in_the_shares():
