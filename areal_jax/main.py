@@ -51,6 +51,11 @@ def run(config: Config, *, command: Sequence[str]) -> int:
 
     from areal_jax.launch import processes, summary, threads
 
+    finished = summary.finished(config.run_dir, config.trainer.steps)
+    if finished:
+        print(f"{config.run_dir} has its {config.trainer.steps} steps; --config.run.name=... begins another run")
+        summary.show(config.run_dir, finished, Console())
+        return 0
     launch = processes.run if config.run.launch == "processes" else threads.run
     try:
         status = launch(config, command=command)

@@ -123,8 +123,9 @@ class Display:
         self._console = console or Console()
         self._clock = clock
         self._live = Live(console=self._console, auto_refresh=False) if self._console.is_terminal else None
-        self._printed_steps = 0
-        self._printed_evaluations = 0
+        self._run.update()  # what a run that goes on has behind it is not told again
+        self._printed_steps = max((line["version"] for line in self._run.steps), default=0)
+        self._printed_evaluations = len(self._run.evaluations)
         self._printed_phases: dict[str, str] = {}
 
     def __enter__(self) -> "Display":
@@ -155,6 +156,8 @@ class Display:
         for line in self._run.evaluations[self._printed_evaluations :]:
             self._print(f"held-out {line['phase']}: {line['accuracy']:.1%} at version {line['version']}")
         self._printed_evaluations = len(self._run.evaluations)
+        last = self._run.steps[-1]["version"] if self._run.steps else 0
+        self._printed_steps = min(self._printed_steps, last)  # less than before: back to a checkpoint
         new = [line for line in self._run.steps if line["version"] > self._printed_steps]
         for line in new:
             self._print(step_line(self._run, line, self._clock()))

@@ -38,6 +38,13 @@ def write(directory: pathlib.Path | str) -> Summary:
     return summary
 
 
+def finished(directory: pathlib.Path | str, steps: int) -> Summary | None:
+    """The summary of a run that has made that many steps and was evaluated after them; None for any other."""
+    path = pathlib.Path(directory) / "summary.json"
+    summary = json.loads(path.read_text()) if path.exists() else {}
+    return summary if summary.get("finished") and summary["version"] >= steps else None
+
+
 def summarize(run: Run) -> Summary:
     """The run in numbers. What is not known yet is None; README.md explains the fields."""
     steps = run.steps
