@@ -190,7 +190,8 @@ class Generation(object):
 
 
 class TrainerStub(object):
-    """The trainer's side: trajectory queue, announcements, weights.
+    """The trainer's side: trajectory queue, announcements, weights. Put, Discard, Progress and Announcements wait for the first
+    announcement: before, a checkpoint may still be put back, and no generation server holds the weights.
     """
 
     def __init__(self, channel):
@@ -237,7 +238,8 @@ class TrainerStub(object):
 
 
 class TrainerServicer(object):
-    """The trainer's side: trajectory queue, announcements, weights.
+    """The trainer's side: trajectory queue, announcements, weights. Put, Discard, Progress and Announcements wait for the first
+    announcement: before, a checkpoint may still be put back, and no generation server holds the weights.
     """
 
     def Put(self, request, context):
@@ -333,7 +335,8 @@ def add_TrainerServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Trainer(object):
-    """The trainer's side: trajectory queue, announcements, weights.
+    """The trainer's side: trajectory queue, announcements, weights. Put, Discard, Progress and Announcements wait for the first
+    announcement: before, a checkpoint may still be put back, and no generation server holds the weights.
     """
 
     @staticmethod
