@@ -291,10 +291,26 @@ def check(config: Config) -> None:
         )
     if config.rollout.temperature == 0:
         raise ValueError("config.rollout.temperature=0 samples greedily, which gives no gradient; 1.0 is the paper's")
+    _check_advantages(config)
+    if config.eval.samples > config.generation.max_waiting:
+        raise ValueError(
+            f"config.eval.samples={config.eval.samples} exceeds config.generation.max_waiting="
+            f"{config.generation.max_waiting}, so that no server would ever take the request; raise the latter"
+        )
     if config.rollout.group_size > config.generation.max_waiting:
         raise ValueError(
             f"config.rollout.group_size={config.rollout.group_size} exceeds "
             f"config.generation.max_waiting={config.generation.max_waiting}; raise the latter"
+        )
+
+
+def _check_advantages(config: Config) -> None:
+    objective = config.trainer.objective
+    by_group = objective.group_baseline or objective.normalize_advantages == "group"
+    if by_group and config.rollout.group_size == 1:
+        raise ValueError(
+            "config.rollout.group_size=1 with a baseline of the group makes every advantage 0; set "
+            "config.trainer.objective.group_baseline=False and normalize_advantages=batch, or sample more per prompt"
         )
 
 

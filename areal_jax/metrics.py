@@ -35,8 +35,15 @@ METRICS: dict[str, tuple[str, str]] = {
     "update_s": ("of these, forward, backward and optimizer", "timeperf/train_step"),
     "publish_wait_s": ("of these, waiting for the publication of the version before", "timeperf/update_weights"),
     "checkpoint_s": ("of these, handing a checkpoint to its writer", "timeperf/save"),
-    "reward/mean": ("mean reward of the batch's trajectories, before any filter", "task_reward/avg"),
-    "reward/accuracy": ("share of the batch's trajectories that the verifier called right", ""),
+    "prompts": ("ids of the batch's prompts, rising; an id is in one line of a whole run, whatever was killed", ""),
+    "reward/mean": (
+        "mean reward of the batch that trains; with rollout.drop_zero_variance that is after the filter",
+        "task_reward/avg",
+    ),
+    "reward/accuracy": (
+        "share of that batch that the verifier called right; of all that finished: `right` in rollout.jsonl",
+        "",
+    ),
     "response/length_mean": ("tokens of a completion, mean over the batch", "seq_len/avg - prompt_len/avg"),
     "response/length_p50": ("the same, median", ""),
     "response/length_p99": ("the same, 99th percentile; p99/p50 is the tail that asynchrony hides", ""),

@@ -62,6 +62,14 @@ def run_directory(parent: str, run_dir: str | os.PathLike[str]) -> pathlib.Path:
     return pathlib.Path(parent) / own
 
 
+def remove_directory(directory: pathlib.Path) -> None:
+    """Removes a run's weight files. A server that has mapped one keeps it."""
+    if directory.exists():
+        for file in directory.iterdir():
+            file.unlink()
+        directory.rmdir()
+
+
 def write_weights(params: Mapping[str, np.ndarray], version: int, directory: str | os.PathLike[str]) -> WeightFile:
     """Writes `weights-<version>-<checksum>.safetensors`: under another name first, so that no reader sees half of it.
 
@@ -140,7 +148,7 @@ def shared_memory_sender(directory: str | os.PathLike[str], push: Callable[[Weig
     """A `send` that writes the file and calls `push` with it, which tells every server.
 
     Keeps the newest file and the one before, for servers that come late. Files left by an earlier process are removed:
-    the directory (`run_directory`) belongs to this trainer alone, and whoever started it removes it in the end.
+    the directory (`run_directory`) belongs to this trainer alone, which removes it in the end (`remove_directory`).
     """
     os.makedirs(directory, mode=0o700, exist_ok=True)
     for path in pathlib.Path(directory).glob("*weights-*"):
@@ -171,8 +179,9 @@ class Publisher:
     `last` holds the seconds of the newest finished publish: "total", and what `send` reported by stage.
     """
 
-    def __init__(self, send: Send, announce: Callable[[int], object]):
-        self._send, self._announce = send, announce
+    def __init__(self, send: Send, announce: Callable[[int], object], failed: Callable[[], object] = lambda: None):
+        """`failed` is called when a version could not be sent, so that nobody waits for what it would unblock."""
+        self._send, self._announce, self._failed = send, announce, failed
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="publisher")
         self._running: Future[None] | None = None
         self.last: dict[str, float] = {}
@@ -196,6 +205,10 @@ class Publisher:
 
     def _run(self, params: Mapping[str, Any], version: int) -> None:
         began = time.monotonic()
-        stages = self._send(params, version)
+        try:
+            stages = self._send(params, version)
+        except Exception:
+            self._failed()  # the error itself is raised by the next `publish` or `close`
+            raise
         self._announce(version)
         self.last = {**(stages or {}), "total": time.monotonic() - began}

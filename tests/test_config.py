@@ -18,6 +18,17 @@ def test_the_defaults_are_the_papers_recipe():
     assert (c.data.max_prompt_tokens, c.rollout.max_new_tokens, c.trainer.token_budget) == (1024, 27648, 32768)
 
 
+def test_a_group_of_one_has_no_baseline(tmp_path):
+    config = default_config()
+    config.model.path = str(tmp_path)
+    config.data.train = config.data.held_out = config.reward.function = "areal_jax.config:get_config"
+    config.rollout.group_size = 1
+    check(build(config))
+    config.trainer.objective.group_baseline = True
+    with pytest.raises(ValueError, match="makes every advantage 0"):
+        check(build(config))
+
+
 def test_a_config_survives_the_way_through_ml_collections_and_json(tmp_path):
     config = default_config()
     config.trainer.optimizer.lr = 1e-3
@@ -53,6 +64,7 @@ def test_an_unknown_key_names_its_nearest_neighbour():
         ),
         ("trainer.prompts_per_step", 510, "must be a multiple of config.trainer.objective.minibatches=4"),
         ("rollout.temperature", 0.0, "samples greedily"),
+        ("eval.samples", 5000, "no server would ever take the request"),
         ("model.path", "/nowhere", "no such directory"),
         ("data.train", "nowhere.jsonl", "no such file"),
         ("data.train", "areal_jax.rollout.nothing:x", "nothing"),

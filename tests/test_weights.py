@@ -169,6 +169,18 @@ def test_a_failed_publish_is_never_announced_and_its_error_reaches_the_next_call
     publisher.close()  # nothing is left to raise
 
 
+def test_a_failed_publish_is_told_at_once():
+    def send(params, version):
+        raise ConnectionError("no server holds version 1")
+
+    told = threading.Event()
+    publisher = Publisher(send, lambda version: None, failed=told.set)
+    publisher.publish({}, 1)
+    assert told.wait(10)  # the trainer may be waiting for a batch that never comes
+    with pytest.raises(ConnectionError, match="no server holds version 1"):
+        publisher.close()
+
+
 def test_publisher_leaves_no_thread_behind():
     publisher = Publisher(lambda params, version: time.sleep(0.01), lambda version: None)
     publisher.publish({}, 1)

@@ -253,7 +253,7 @@ class Engine(engine_api.Engine):
     def init_decode_state(self) -> DecodeState:
         """All slots free."""
         S, C = self.options.slots, self.buckets[-1]
-        return DecodeState(
+        state = DecodeState(
             cache=decode.init_cache(self.config, S, C, self.options.dtype),
             tokens=jnp.zeros((S, C), jnp.int32),
             length=jnp.zeros(S, jnp.int32),
@@ -264,6 +264,8 @@ class Engine(engine_api.Engine):
             stop_tokens=jnp.full((S, STOP_TOKENS), -1, jnp.int32),
             keys=jnp.zeros((S, 2), jnp.uint32),
         )
+        # Bound to the device, as what the programs return is: they would compile once more for arrays that are not.
+        return jax.device_put(state, self._mesh.devices.flat[0])
 
     @property
     def max_concurrent_decodes(self) -> int:

@@ -24,7 +24,7 @@ import jax
 import numpy as np
 
 from areal_jax import compilation
-from areal_jax.generation.engine import STOP_TOKENS, Decoded, Engine, Weights, empty_requests
+from areal_jax.generation.engine import STOP_TOKENS, Decoded, Engine, Requests, Weights, empty_requests
 from areal_jax.models.transformer import param_shapes
 from areal_jax.types import Busy, Chunk, GenerateRequest
 
@@ -51,7 +51,7 @@ class _Ticket:
 class _Slot:
     ticket: _Ticket
     sample: int
-    longest: int  # tokens it can hold by the end of what was dispatched so far
+    length: int  # known tokens, without those of a dispatch that is not harvested
     limit: int
 
 
@@ -95,7 +95,8 @@ class Scheduler:
         self._draining: Callable[[], None] | None = None
         self._pending: _Dispatch | None = None
         self._next_ticket = 0
-        self._lock = threading.Lock()  # of the ticket counter and of the waiting count
+        self._updates: set[Future[float]] = set()  # not swapped in yet
+        self._lock = threading.Lock()  # of tickets, updates, the waiting count and `failure`
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._stopped = False
         self.failure: Exception | None = None
@@ -107,7 +108,7 @@ class Scheduler:
         self._thread.start()
 
     def stop(self) -> None:
-        """Ends the loop; requests that still run get a RuntimeError."""
+        """Ends the loop; requests and updates that are not done get a RuntimeError."""
         self._commands.put(self._end)
         self._thread.join()
 
@@ -119,8 +120,7 @@ class Scheduler:
         """
         self._check(request)
         with self._lock:
-            if self.failure is not None:
-                raise RuntimeError("the generation engine has failed and serves no more requests") from self.failure
+            self._check_alive()
             if self._waiting_samples + len(request.samples) > self._max_waiting:
                 raise Busy(
                     f"{self._waiting_samples} samples wait for a slot and generation.max_waiting={self._max_waiting}; "
@@ -128,10 +128,10 @@ class Scheduler:
                 )
             self._waiting_samples += len(request.samples)
             self._next_ticket += 1
-            number = self._next_ticket
-        ticket = _Ticket(number, request, on_chunks, on_error, list(request.samples))
+            ticket = _Ticket(self._next_ticket, request, on_chunks, on_error, list(request.samples))
+            self._tickets[ticket.number] = ticket
         self._commands.put(lambda: self._enqueue(ticket))
-        return number
+        return ticket.number
 
     def cancel(self, ticket: int) -> None:
         """Forgets a request at the next boundary; an unknown or finished one is ignored."""
@@ -148,6 +148,9 @@ class Scheduler:
         self._check_weights(params, version)
         weights = self._engine.load(params, version)
         future: Future[float] = Future()
+        with self._lock:
+            self._check_alive()
+            self._updates.add(future)
         self._commands.put(lambda: self._update(weights, version, on_update or self._on_update, future))
         return future
 
@@ -167,10 +170,8 @@ class Scheduler:
         try:
             while not self._stopped:
                 self._turn()
-        except Exception as error:  # the one place where the engine's thread ends: everyone waiting must hear of it
-            self.failure = error
-            for ticket in list(self._tickets.values()):
-                ticket.on_error(error)
+        except Exception as error:  # the one place where the engine's thread fails: everyone waiting must hear of it
+            self._abandon(error)
             raise
 
     def _turn(self) -> None:
@@ -198,10 +199,8 @@ class Scheduler:
         return self._draining is None and any(self._waiting)
 
     def _dispatch(self) -> _Dispatch:
-        steps = self._engine.options.decode_steps
-        for slot in self._slots.values():
-            slot.longest = min(slot.longest + steps, slot.limit)
-        longest = max(slot.longest for slot in self._slots.values())
+        ahead = self._engine.options.decode_steps * (1 if self._pending is None else 2)  # what may not be harvested yet
+        longest = max(min(slot.length + ahead, slot.limit) for slot in self._slots.values())
         self._state, decoded = self._engine.decode(self._weights, self._state, longest)
         return _Dispatch(decoded, self._version, dict(self._slots))
 
@@ -225,13 +224,15 @@ class Scheduler:
             chunks[slot.ticket.number].append(
                 Chunk(slot.sample, tokens, decoded.logprobs[index, :count], versions, reason)
             )
+            slot.length += count
             self._counts["tokens"] += count
             if reason:
                 self._release(index)
         for number, made in chunks.items():
             ticket = self._tickets[number]
             if not ticket.running and not ticket.waiting:
-                del self._tickets[number]
+                with self._lock:
+                    del self._tickets[number]
             ticket.on_chunks(made)
 
     def _release(self, index: int) -> None:
@@ -262,7 +263,7 @@ class Scheduler:
         partial = request.partial.get(sample)
         return request.prompt_tokens if partial is None else np.concatenate([request.prompt_tokens, partial.tokens])
 
-    def _start(self, ticket: _Ticket, sample: int, row: int, length: int, requests: object) -> None:
+    def _start(self, ticket: _Ticket, sample: int, row: int, length: int, requests: Requests) -> None:
         request, sampling = ticket.request, ticket.request.sampling
         index = self._free.pop()
         limit = len(request.prompt_tokens) + sampling.max_new_tokens
@@ -278,26 +279,25 @@ class Scheduler:
         }
         for name, value in values.items():
             getattr(requests, name)[index] = value
-        requests.stop_tokens[index, : len(sampling.stop_tokens)] = sampling.stop_tokens  # type: ignore[attr-defined]
+        requests.stop_tokens[index, : len(sampling.stop_tokens)] = sampling.stop_tokens
         self._slots[index] = _Slot(ticket, sample, length, limit)
         ticket.running.add(index)
 
     # Commands, on the engine's thread.
 
     def _enqueue(self, ticket: _Ticket) -> None:
-        self._tickets[ticket.number] = ticket
         self._waiting[0 if ticket.request.evaluation else 1].append(ticket)
         self._counts["requests"] += len(ticket.request.samples)
 
     def _cancel(self, number: int) -> None:
-        ticket = self._tickets.pop(number, None)
-        if ticket is None:
-            return
+        with self._lock:
+            ticket = self._tickets.pop(number, None)
+            if ticket is None:
+                return
+            self._waiting_samples -= len(ticket.waiting)
         for lane in self._waiting:
             if ticket in lane:
                 lane.remove(ticket)
-        with self._lock:
-            self._waiting_samples -= len(ticket.waiting)
         self._state = self._engine.deactivate(self._state, sorted(ticket.running))
         for index in list(ticket.running):
             self._release(index)
@@ -316,11 +316,16 @@ class Scheduler:
         self._draining = swap
 
     def _swap(self, weights: Weights, version: int, future: Future[float], *, recompute: bool) -> None:
+        with self._lock:
+            self._updates.discard(future)
         if version <= self._version:  # another update was faster
             future.set_exception(
                 ValueError(f"version {version} is not newer than version {self._version}, which is held")
             )
             return
+        if self._pending is not None:  # what the device still does under the old weights is no part of the stall
+            self._harvest(self._pending)
+            self._pending = None
         began = self._clock()
         self._weights, self._version = weights, version
         if recompute:
@@ -332,22 +337,34 @@ class Scheduler:
 
     def _recompute(self) -> None:
         """Rebuilds the cache of every running slot, neighbours in length together so that little is padding."""
-        by_length = sorted(self._slots, key=lambda index: self._slots[index].longest)
+        by_length = sorted(self._slots, key=lambda index: self._slots[index].length)
         rows = self._engine.options.prefill_rows
         for first in range(0, len(by_length), rows):
             group = by_length[first : first + rows]
-            longest = self._slots[group[-1]].longest
+            longest = self._slots[group[-1]].length
             self._state = self._engine.recompute(self._weights, self._state, group, longest)
-            self._counts["recomputed_tokens"] += sum(self._slots[index].longest for index in group)
+            self._counts["recomputed_tokens"] += sum(self._slots[index].length for index in group)
         jax.block_until_ready(self._state.length)
 
     def _end(self) -> None:
         self._stopped = True
-        error = RuntimeError("the generation server is stopping")
-        for ticket in self._tickets.values():
+        self._abandon(RuntimeError("the generation server is stopping"))
+
+    def _abandon(self, error: Exception) -> None:
+        """Tells everyone who waits, and from now on everyone who comes."""
+        with self._lock:
+            self.failure = error
+            tickets, updates = list(self._tickets.values()), list(self._updates)
+        for ticket in tickets:
             ticket.on_error(error)
+        for update in updates:
+            update.set_exception(RuntimeError(f"the new weights were not swapped in: {error!r}"))
 
     # Checks, on the caller's thread.
+
+    def _check_alive(self) -> None:
+        if self.failure is not None:
+            raise RuntimeError("the generation engine has ended and serves no more requests") from self.failure
 
     def _check(self, request: GenerateRequest) -> None:
         sampling, options = request.sampling, self._engine.options

@@ -47,7 +47,7 @@ class Figures:
     elapsed_s: float
     left_s: float | None  # until the last planned step, at the pace of the last ones
     reward: float | None
-    accuracy: float | None
+    accuracy: float | None  # share right of all rollouts that finished, before any filter
     staleness_mean: float | None
     staleness_max: int | None
     masked: float | None  # share of completion tokens
@@ -77,7 +77,7 @@ def figures(run: Run, now: float) -> Figures:
         elapsed_s=max(0.0, now - run.begin) if run.begin else 0.0,
         left_s=max(0.0, (run.planned_steps - last["version"]) * pace + last["time"] - now) if steps else None,
         reward=_mean(steps, "reward/mean"),
-        accuracy=_mean(steps, "reward/accuracy"),
+        accuracy=_right_of_finished(run, now),
         staleness_mean=_mean(steps, "staleness/mean"),
         staleness_max=int(np.nanmax(column(steps, "staleness/max"))) if steps else None,
         masked=total(steps, "tokens/masked") / tokens if tokens else None,
@@ -90,6 +90,13 @@ def figures(run: Run, now: float) -> Figures:
         truncated=last.get("response/truncated"),
         interrupted=int(total(run.steps, "trajectories/multi_version")),
     )
+
+
+def _right_of_finished(run: Run, now: float) -> float | None:
+    """Over the last seconds; None while nothing finished."""
+    recent = [line for line in run.rollout if now - line["time"] <= SECONDS]
+    finished, right = (recent[-1][name] - recent[0][name] if recent else 0 for name in ("finished", "right"))
+    return right / finished if finished > 0 else None
 
 
 def phases(run: Run) -> dict[str, str]:
@@ -174,7 +181,7 @@ def step_line(run: Run, line: Line, now: float) -> str:
     parts = [
         f"step {line['version']}/{run.planned_steps}",
         f"reward {line['reward/mean']:+.2f}",
-        f"right {line['reward/accuracy']:.0%}",
+        f"right {_percent(now_figures.accuracy)}",
         f"held-out {_percent(held_out)}",
         f"staleness {line['staleness/mean']:.1f} (max {line['staleness/max']})",
         f"{line['tokens/trained'] / line['step_s']:,.0f} tok/s trained",

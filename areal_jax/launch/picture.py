@@ -99,6 +99,8 @@ def _wall_time(axes: Axes) -> None:
 
 def smooth(values: np.ndarray, window: int) -> np.ndarray:
     """Centred moving mean over what is there of `window` values, NaN ignored; same length."""
+    if not len(values):
+        return values
     known = ~np.isnan(values)
     kernel = np.ones(max(1, min(window, len(values))))
     sums = np.convolve(np.where(known, values, 0.0), kernel, "same")

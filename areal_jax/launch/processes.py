@@ -17,6 +17,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import IO
 
 from areal_jax import config as config_lib
 from areal_jax import weights
@@ -27,6 +28,7 @@ from areal_jax.launch.roles import PARENT
 
 POLL_S = 0.5  # between two looks at the children and at the run's files
 STOP_S = 30.0  # for a child to end after SIGTERM, a last checkpoint included
+ORPHANS_S = 40.0  # for the children of a killed run to end, which they do by themselves
 
 
 class RunFailed(Exception):
@@ -62,18 +64,18 @@ class Child:
 def run(config: Config, *, command: Sequence[str]) -> int:
     """Runs all parts to the end: 0 when training finished, 130 when it was interrupted. Raises RunFailed."""
     directory = config.run_dir
-    with exclusive(directory), _interruptible() as interrupted:
+    with exclusive(directory), _without_orphans(directory) as held, _interruptible() as interrupted:
         config = with_ports(config)
         run_files.open_run(directory, command)
         (directory / "config.json").write_text(config_lib.to_json(config))
-        children = [_start(name, config, arguments) for name, arguments in _parts(config)]
+        children = [_start(name, config, arguments, held) for name, arguments in _parts(config)]
         try:
             with Display(directory) as display:
                 _wait(children, interrupted, display)
         finally:
             for child in children:
                 child.stop()
-            _remove_weights(config)
+            weights.remove_directory(weights.run_directory(config.weights.directory, config.run_dir))  # after a kill
     return 130 if interrupted() else 0
 
 
@@ -85,7 +87,7 @@ def _parts(config: Config) -> list[tuple[str, list[str]]]:
     return [("rollout", ["--role=rollout"]), ("trainer", ["--role=trainer"]), *generators]
 
 
-def _start(name: str, config: Config, arguments: Sequence[str]) -> Child:
+def _start(name: str, config: Config, arguments: Sequence[str], held: int) -> Child:
     log = config.run_dir / "logs" / f"{name}.log"
     package = pathlib.Path(config_lib.__file__).resolve().parent
     saved = f"--config={package / 'config.py'}:{config.run_dir / 'config.json'}"
@@ -98,6 +100,7 @@ def _start(name: str, config: Config, arguments: Sequence[str]) -> Child:
             stdout=output,
             stderr=subprocess.STDOUT,
             env=environment,
+            pass_fds=[held],
             start_new_session=True,  # Ctrl-C reaches this process alone, which then stops the others in order
         )
     return Child(name, process, log)
@@ -124,14 +127,40 @@ def exclusive(directory: pathlib.Path) -> Iterator[None]:
     """Holds the run's directory. Raises ValueError when another run does."""
     directory.mkdir(parents=True, exist_ok=True)
     with (directory / ".lock").open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
+        if not _locked(lock):
             raise ValueError(
                 f"run.dir={directory} belongs to a run that is going on; wait for it, or give this one "
                 "another --config.run.dir or --config.run.name"
-            ) from error
+            )
         yield
+
+
+@contextlib.contextmanager
+def _without_orphans(directory: pathlib.Path) -> Iterator[int]:
+    """Waits until the children of a run that was killed have ended: until then, its trainer may write a checkpoint.
+
+    Yields the descriptor of a lock that is held as long as any child that inherits it lives. Raises ValueError when one
+    does not end.
+    """
+    with (directory / ".children.lock").open("w") as lock:
+        deadline = time.monotonic() + ORPHANS_S
+        while not _locked(lock):
+            if time.monotonic() > deadline:
+                raise ValueError(
+                    f"a process of an earlier run in run.dir={directory} is still there after {ORPHANS_S:g} s; "
+                    "end it (its command line names that directory), or choose another --config.run.dir"
+                )
+            time.sleep(POLL_S)
+        yield lock.fileno()
+
+
+def _locked(file: IO[str]) -> bool:
+    """Takes the lock on a file; False when another process holds it."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 @contextlib.contextmanager
@@ -177,11 +206,3 @@ def _free(addresses: Sequence[str]) -> list[str]:
                 ) from error
             found.append(f"{host}:{probe.getsockname()[1]}")
     return found
-
-
-def _remove_weights(config: Config) -> None:
-    directory = weights.run_directory(config.weights.directory, config.run_dir)
-    if directory.exists():
-        for file in directory.iterdir():
-            file.unlink()
-        directory.rmdir()

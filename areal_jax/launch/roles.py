@@ -5,7 +5,8 @@
     rollout      prompts, gate, rewards; ends when the trainer announces that training is finished
 
 In: a checked config. Called by `main --role=...`, by hand or as a child of `launch.processes`. SIGTERM and SIGINT end a
-part in good order; a child also ends when its parent is gone.
+part in good order, and at once while it compiles, when there is nothing to keep yet; a child also ends when its parent
+is gone.
 """
 
 import asyncio
@@ -37,8 +38,12 @@ REPORT_S = 1.0  # between two lines of generation-N.jsonl
 def run(config: Config, role: str, *, index: int = 0) -> int:
     """Runs one part to its end and returns the exit status."""
     pin(config.run.cores, role, index)
-    stop = _stop_event()
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    stop = threading.Event()
+    if parent := os.environ.get(PARENT):
+        threading.Thread(target=_watch, args=(int(parent),), daemon=True).start()
     if role == "rollout":
+        _end_in_order(stop)
         asyncio.run(_rollout(config, stop))
     elif role == "trainer":
         _trainer(config, stop)
@@ -63,20 +68,16 @@ def pin(cores: Sequence[int], role: str, index: int) -> None:
     os.sched_setaffinity(0, {cores[place]})
 
 
-def _stop_event() -> threading.Event:
-    """Set by SIGTERM, SIGINT and the death of the parent."""
-    stop = threading.Event()
+def _end_in_order(stop: threading.Event) -> None:
+    """From here on SIGTERM and SIGINT set `stop`; before, they end the process."""
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
-    if parent := os.environ.get(PARENT):
-        threading.Thread(target=_watch, args=(int(parent), stop), daemon=True).start()
-    return stop
 
 
-def _watch(parent: int, stop: threading.Event) -> None:
+def _watch(parent: int) -> None:
     while os.getppid() == parent:
         time.sleep(1.0)
-    stop.set()
+    os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(20.0)
     os._exit(1)  # whatever still holds this process: nobody is left to wait for it
 
@@ -99,24 +100,40 @@ def _trainer(config: Config, stop: threading.Event) -> None:
         queue, address=config.trainer.address, token=token(), weights_directory=str(directory)
     )
 
+    first = True  # until every server holds a version, servers may still be starting
+
     def push(file: weights.WeightFile) -> None:
+        nonlocal first
         clients.push_weights(
             config.generation.addresses,
             file,
             source=server.address if config.weights.transport == "stream" else "",
             token=token(),
-            timeout_s=config.weights.timeout_s,
+            timeout_s=config.run.start_timeout_s if first else config.weights.timeout_s,
+            stop=stop,
+            least="all" if first else "one",
         )
+        first = False
 
     try:
-        train(config, queue, weights.shared_memory_sender(directory, push), stop)
+        train(config, queue, weights.shared_memory_sender(directory, push), stop, lambda: _end_in_order(stop))
         stop.wait(LINGER_S)
     finally:
         server.stop()
+        weights.remove_directory(directory)
 
 
-def train(config: Config, queue: Any, send: Callable[[Any, int], Any], stop: threading.Event) -> None:
-    """The training loop with its files, on a queue and on whatever sends weights to the generators."""
+def train(
+    config: Config,
+    queue: Any,
+    send: Callable[[Any, int], Any],
+    stop: threading.Event,
+    on_ready: Callable[[], None] = lambda: None,
+) -> None:
+    """The training loop with its files, on a queue and on whatever sends weights to the generators.
+
+    `on_ready` is called when everything is compiled, before the first step.
+    """
     from areal_jax.metrics import StepLog
     from areal_jax.models.huggingface import load_model
     from areal_jax.trainer import loop
@@ -125,6 +142,7 @@ def train(config: Config, queue: Any, send: Callable[[Any, int], Any], stop: thr
     model_config, params = load_model(config.model.path)
 
     def open_log(version: int) -> StepLog:
+        on_ready()
         return StepLog(
             config.run_dir,
             version=version,
@@ -139,7 +157,7 @@ def train(config: Config, queue: Any, send: Callable[[Any, int], Any], stop: thr
         model_config=model_config,
         params=params,
         queue=queue,
-        publisher=Publisher(send, queue.announce),
+        publisher=Publisher(send, queue.announce, failed=stop.set),
         open_log=open_log,
         stop=stop,
     )
@@ -166,6 +184,7 @@ def _generator(config: Config, index: int, stop: threading.Event) -> None:
 
     compilation.enable_cache()
     scheduler = make_scheduler(config)
+    _end_in_order(stop)
     server = servers.serve_generation(
         scheduler,
         address=config.generation.addresses[index],

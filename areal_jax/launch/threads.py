@@ -12,6 +12,8 @@ In: a checked config. Out: the run's directory. Called by `main` with `run.launc
 import asyncio
 import contextlib
 import dataclasses
+import logging
+import pathlib
 import signal
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,7 +26,9 @@ from areal_jax.config import Config
 from areal_jax.generation.scheduler import Scheduler
 from areal_jax.launch import processes, roles, run_files
 from areal_jax.launch.display import Display
+from areal_jax.models.huggingface import load_config
 from areal_jax.rollout.local_queue import LocalQueue
+from areal_jax.trainer import loop
 from areal_jax.transport.generation_service import completions
 from areal_jax.types import Completion, GenerateRequest
 
@@ -43,13 +47,14 @@ def run(config: Config, *, command: Sequence[str]) -> int:
     with processes.exclusive(directory), _stop_on_signals() as stop:
         run_files.open_run(directory, command)
         (directory / "config.json").write_text(config_lib.to_json(config))
-        with Display(directory) as display:
+        with _logging_into(directory / "logs" / "threads.log"), Display(directory) as display:
             _run_parts(config, stop, display)
         return 130 if stop.is_set() else 0
 
 
 def _run_parts(config: Config, stop: threading.Event, display: Display) -> None:
     ending = threading.Event()  # of all parts: asked to, or one has failed
+    loop.build(config, load_config(pathlib.Path(config.model.path)))  # what does not fit is told before all compiles
     scheduler = roles.make_scheduler(config)
     queue = roles.make_queue(config)
 
@@ -83,6 +88,25 @@ def _run_parts(config: Config, stop: threading.Event, display: Display) -> None:
 def _ended(running: Sequence[Any]) -> bool:
     """Whether controller and trainer are done, or any part has failed."""
     return all(part.done() for part in running[:2]) or any(part.done() and part.exception() for part in running)
+
+
+@contextlib.contextmanager
+def _logging_into(path: pathlib.Path) -> Iterator[None]:
+    """What the parts say goes where it goes in a run of processes; only warnings reach the display's terminal, too."""
+    root = logging.getLogger()
+    shown = [(handler, handler.level) for handler in root.handlers]
+    file = logging.FileHandler(path)
+    for handler, level in shown:
+        file.setFormatter(handler.formatter)
+        handler.setLevel(max(level, logging.WARNING))
+    root.addHandler(file)
+    try:
+        yield
+    finally:
+        root.removeHandler(file)
+        file.close()
+        for handler, level in shown:
+            handler.setLevel(level)
 
 
 @contextlib.contextmanager

@@ -74,8 +74,12 @@ async def run(
 
     Raises RuntimeError when too many prompts in a row fail or are filtered; what else goes wrong is raised as it is.
     """
-    controller = Controller(config, services, await services.queue.progress(), train=train, held_out=held_out)
-    work = asyncio.ensure_future(controller.work())
+
+    async def work_from_progress() -> None:
+        progress = await services.queue.progress()  # comes when the trainer is ready
+        await Controller(config, services, progress, train=train, held_out=held_out).work()
+
+    work = asyncio.ensure_future(work_from_progress())
     stopped = asyncio.ensure_future(stop.wait())
     try:
         await asyncio.wait({work, stopped}, return_when=asyncio.FIRST_COMPLETED)

@@ -113,8 +113,10 @@ def batch_figures(batch: Sequence[Trajectory], version: int, correct_reward: flo
     for t in batch:
         by_prompt[t.uid].add(t.reward)
     return {
+        "prompts": sorted(by_prompt),
         "reward/mean": rewards_B.mean(),
-        "reward/accuracy": (rewards_B >= correct_reward).mean(),
+        # in float32, as rewards come over the wire
+        "reward/accuracy": (rewards_B.astype(np.float32) >= np.float32(correct_reward)).mean(),
         "response/length_mean": lengths_B.mean(),
         **{f"response/length_{name}": value for name, value in percentiles(lengths_B).items()},
         "response/truncated": np.mean([t.truncated for t in batch]),

@@ -23,7 +23,7 @@ import numpy as np
 from areal_jax.transport import areal_pb2 as pb
 from areal_jax.transport import areal_pb2_grpc as pb_grpc
 from areal_jax.transport import codec
-from areal_jax.types import Announcement, Chunk, Completion, GenerateRequest, Progress, Trajectory
+from areal_jax.types import UNPUBLISHED, Announcement, Chunk, Completion, GenerateRequest, Progress, Trajectory
 from areal_jax.weights import WeightFile, parse_weights
 
 log = logging.getLogger(__name__)
@@ -47,6 +47,10 @@ ELSEWHERE = (  # a request that met these may go on with another server, or late
     grpc.StatusCode.RESOURCE_EXHAUSTED,  # busy
     grpc.StatusCode.CANCELLED,  # by the server: this side's own cancellation is no RpcError
 )
+
+
+class Unpublished(ConnectionError):
+    """A restarted generation server still has the weights that it started with: its tokens count for nothing."""
 
 
 def _metadata(token: str) -> tuple[tuple[str, str], ...]:
@@ -105,6 +109,8 @@ class GenerationPool:
             try:
                 await self._within_version(server, parts, unfinished)
                 async for chunks in self._stream(server, request, parts, unfinished):
+                    if any(chunk.versions[0] == UNPUBLISHED for chunk in chunks):
+                        raise Unpublished(f"generation server {server.address} has no weights from the trainer yet")
                     for chunk in chunks:
                         parts[chunk.sample].append(chunk)
                     give_up = math.inf
@@ -112,7 +118,12 @@ class GenerationPool:
                 give_up = min(give_up, loop.time() + self._patience_s)
                 if error.code() not in ELSEWHERE or loop.time() > give_up:
                     _raise_for(error, f"generation server {server.address}")
-                self._set_aside(server, error)
+                self._set_aside(server, f"{error.code().name}: {error.details()}")
+            except Unpublished as error:
+                give_up = min(give_up, loop.time() + self._patience_s)
+                if loop.time() > give_up:
+                    raise
+                self._set_aside(server, str(error))
         return [joined(parts[s]) for s in request.samples]
 
     async def _stream(
@@ -152,9 +163,9 @@ class GenerationPool:
         await asyncio.sleep(server.retry_at - now)
         return server
 
-    def _set_aside(self, server: _GenerationServer, error: grpc.aio.AioRpcError) -> None:
+    def _set_aside(self, server: _GenerationServer, why: str) -> None:
         if not server.failures:
-            log.warning("generation server %s: %s: %s", server.address, error.code().name, error.details())
+            log.warning("generation server %s: %s", server.address, why)
         server.failures += 1
         server.retry_at = asyncio.get_running_loop().time() + min(RETRY_S * server.failures, 4 * RETRY_S)
 
@@ -282,13 +293,16 @@ def push_weights(
     source: str = "",
     token: str = "",
     timeout_s: float = 120.0,
+    stop: threading.Event | None = None,
+    least: Literal["one", "all"] = "one",
 ) -> dict[str, float]:
     """Tells every generation server to load a version; returns the seconds that each stood still, by address.
 
     Servers map `file.path`, or fetch its bytes from the trainer at address `source`. One that cannot be reached is
-    tried again as long as no other server holds the version, then left out with a warning: it gets the next one. Raises
-    ValueError when a server refused (it still serves the version before), TimeoutError or ConnectionError when after
-    `timeout_s` no server holds it, each with the servers' texts.
+    tried again as long as no other server holds the version (and `stop` is not set), then left out with a warning: it
+    gets the next one. With `least="all"` none is left out: the first version of a run, as a server without it would go
+    on with weights that nobody published. Raises ValueError when a server refused (it still serves the version before),
+    TimeoutError or ConnectionError when after `timeout_s` the least is not reached, each with the servers' texts.
     """
     request = pb.UpdateWeightsRequest(
         version=file.version,
@@ -297,7 +311,7 @@ def push_weights(
         source=source,
         on_update=pb.OnUpdate.Value(on_update.upper() or "SERVER_DEFAULT"),
     )
-    push = _Push(request, _metadata(token), time.monotonic() + timeout_s)
+    push = _Push(request, _metadata(token), time.monotonic() + timeout_s, stop or threading.Event(), least)
     with ThreadPoolExecutor(len(addresses)) as threads:
         outcomes = dict(zip(addresses, threads.map(push.to, addresses), strict=True))
     held = {address: outcome for address, outcome in outcomes.items() if isinstance(outcome, float)}
@@ -308,7 +322,7 @@ def push_weights(
         raise ValueError(f"version {file.version} was refused, and the version before is still served: {texts}")
     for address, error in away.items():
         what = f"version {file.version} is not held by generation server {address} (weights.timeout_s={timeout_s:g})"
-        if not held or error.code() not in AWAY:
+        if not held or least == "all" or error.code() not in AWAY:
             _raise_for(error, what)
         log.warning("%s: %s: %s", what, error.code().name, error.details())
     return held
@@ -321,6 +335,8 @@ class _Push:
     request: pb.UpdateWeightsRequest
     metadata: tuple[tuple[str, str], ...]
     deadline: float
+    stop: threading.Event
+    least: Literal["one", "all"]
     held: threading.Event = dataclasses.field(default_factory=threading.Event)  # by any server
 
     def to(self, address: str) -> float | str | grpc.RpcError:
@@ -334,14 +350,15 @@ class _Push:
                 except grpc.RpcError as error:
                     if error.code() is not grpc.StatusCode.UNAVAILABLE or self.held.wait(min(RETRY_S, self._left())):
                         return error
-                    if self._left() <= 0:
+                    if self._left() <= 0 or self.stop.is_set():
                         return error
                     if self._holds(stub):  # it was loaded, and only the reply was lost
                         reply = pb.UpdateWeightsReply()
                         break
         if reply.error:
             return reply.error
-        self.held.set()
+        if self.least == "one":
+            self.held.set()
         return reply.stall_s
 
     def _left(self) -> float:

@@ -139,7 +139,9 @@ def test_nothing_compiles_after_warm_up():
     state, _ = engine.decode(weights, state, 16)
     state = engine.recompute(weights, state, [2], 9)
     state, _ = engine.decode(weights, state, 48)
-    jax.block_until_ready(engine.deactivate(state, [0]))
+    state = admit(engine, weights, engine.deactivate(state, [0]), PROMPTS[:1], [0])
+    state, _ = engine.decode(weights, state, 16)
+    jax.block_until_ready(state)
     assert compilation.count() == warm
 
 

@@ -188,13 +188,46 @@ def test_a_request_that_cannot_run_is_refused_at_once(scheduler, fields, message
 
 
 def test_an_engine_failure_reaches_everyone_who_waits(scheduler, monkeypatch):
+    asked = threading.Event()
+
     def broken(*args):
+        asked.wait(60)
         raise FloatingPointError("device lost")
 
     monkeypatch.setattr(ENGINE, "decode", broken)
     monkeypatch.setattr(threading, "excepthook", lambda args: None)
     caller = ask(scheduler, 0)
+    update = scheduler.update_weights(params_of(1), 1, "drain")
+    asked.set()
     assert caller.done.wait(60)
     assert "device lost" in str(caller.errors[0])
+    with pytest.raises(RuntimeError, match="were not swapped in: FloatingPointError"):
+        update.result(60)
     with pytest.raises(RuntimeError, match="serves no more"):
         ask(scheduler, 1)
+    with pytest.raises(RuntimeError, match="serves no more"):
+        scheduler.update_weights(params_of(2), 2)
+
+
+def test_stopping_tells_everyone_who_waits():
+    scheduler = Scheduler(ENGINE, ENGINE.load(params_of(0), 0))
+    callers = [ask(scheduler, uid, samples=range(4), max_new_tokens=50) for uid in range(2)]  # nothing runs yet
+    update = scheduler.update_weights(params_of(1), 1)
+    scheduler._commands.put(scheduler._end)  # behind them, so that it finds both waiting
+    scheduler.start()
+    for caller in callers:
+        assert caller.done.wait(60) and "stopping" in str(caller.errors[0])
+    assert update.result(60) >= 0  # came before the end
+
+
+def test_the_stall_of_a_swap_is_that_of_the_swap_alone():
+    """The dispatch that the device still works on when the update comes belongs to the old weights."""
+    scheduler = Scheduler(ENGINE, ENGINE.load(params_of(0), 0))
+    ask(scheduler, 0, max_new_tokens=50)
+    scheduler._turn()  # admits and dispatches
+    assert scheduler._pending is not None
+    update = scheduler.update_weights(params_of(1), 1)
+    scheduler._run_commands(wait=False)
+    assert update.done() and scheduler._pending is None
+    known = sum(slot.length for slot in scheduler._slots.values())
+    assert known == 3 + 2 and scheduler.status()["recomputed_tokens"] == known  # prompt and one dispatch of two tokens

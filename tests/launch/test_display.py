@@ -32,10 +32,13 @@ def test_figures_of_two_steps_by_hand(tmp_path):
     generation = {"time": BEGIN + 12, "interval_s": 2.0, "busy_s": 1.0, "swap_stall_s": 0.5, "tokens": 300}
     write_lines(tmp_path / "generation-0.jsonl", [generation])
     write_lines(tmp_path / "generation-1.jsonl", [{**generation, "tokens": 100, "busy_s": 1.5}])
+    rollout = [{"time": BEGIN + t, "finished": f, "right": r} for t, f, r in [(-9, 0, 0), (0, 100, 10), (12, 200, 60)]]
+    write_lines(tmp_path / "rollout.jsonl", rollout)
     shown = display.figures(run_of(tmp_path, steps), now=BEGIN + 13)
     assert (shown.step, shown.planned, shown.elapsed_s) == (2, 10, 13.0)
     assert shown.left_s == 23.0  # 8 steps of (4 + 2) / 2 = 3 s, of which 1 s has gone since the last
-    assert shown.reward == pytest.approx(0.0) and shown.accuracy == 0.5
+    assert shown.reward == pytest.approx(0.0)
+    assert shown.accuracy == 0.5  # 50 of 100 in the last 15 s, the filtered ones among them
     assert shown.trained_per_s == 25.0  # 150 tokens in 6 s
     assert shown.masked == 0.25  # 50 of 200
     assert shown.generated_per_s == 200.0  # 300 / 2 + 100 / 2
@@ -95,6 +98,8 @@ def test_without_a_terminal_each_step_is_one_plain_line_and_printed_once(tmp_pat
         shown.update()
         shown.update()
         write_lines(tmp_path / "metrics.jsonl", [step(2, BEGIN + 11, accuracy=0.75)])
+        rollout = [{"time": BEGIN + t, "finished": 4 * t, "right": 3 * t} for t in (10, 20)]
+        write_lines(tmp_path / "rollout.jsonl", rollout)
     lines = console.file.getvalue().splitlines()
     assert lines[:2] == ["trainer: compiling", "held-out before: 43.8% at version 0"]
     assert [line.split("  ")[0] for line in lines[2:]] == ["step 1/10", "step 2/10"]

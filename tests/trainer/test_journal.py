@@ -1,3 +1,5 @@
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -59,6 +61,8 @@ def packed(trajectories, max_staleness=2):
 def test_figures_of_a_batch_worked_by_hand():
     got = journal.batch_figures(BATCH, CONSUMING, 5.0)
     assert got["reward/mean"] == -2.5 and got["reward/accuracy"] == 0.25
+    wire = [dataclasses.replace(t, reward=float(np.float32(0.7 if t.reward > 0 else 0.1))) for t in BATCH]
+    assert journal.batch_figures(wire, CONSUMING, 0.7)["reward/accuracy"] == 0.25  # 0.7 is not 0.7 in float32
     # Lengths 2 4 1 3.
     assert (got["response/length_mean"], got["response/length_p50"], got["response/length_max"]) == (2.5, 2.5, 4)
     assert got["response/truncated"] == 0.25 and got["tokens/prompt"] == 12

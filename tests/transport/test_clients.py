@@ -17,7 +17,7 @@ from areal_jax.transport import areal_pb2 as pb
 from areal_jax.transport import areal_pb2_grpc as pb_grpc
 from areal_jax.transport.clients import GenerationPool, TrainerClient, fetch_weights, push_weights
 from areal_jax.transport.servers import serve_trainer
-from areal_jax.types import Announcement, Completion, GenerateRequest, Progress, Sampling, Trajectory
+from areal_jax.types import UNPUBLISHED, Announcement, Completion, GenerateRequest, Progress, Sampling, Trajectory
 from areal_jax.weights import Publisher, shared_memory_sender, write_weights
 from tests.transport.fakes import SHAPES, FakeScheduler, serve_fake, token_at
 
@@ -495,6 +495,32 @@ def test_a_dead_server_does_not_hold_up_the_live_one(tmp_path):
     assert held == {servers[0].address: 0.25}
     assert time.monotonic() - began < 5
     servers[0].stop()
+
+
+def test_the_first_version_waits_for_every_server(tmp_path):
+    early, late = serve_fake(FakeScheduler()), serve_fake(FakeScheduler())
+    late.stop()
+    started = []
+    timer = threading.Timer(1.5, lambda: started.append(serve_fake(FakeScheduler(), address=late.address)))
+    timer.start()
+    held = push_weights([early.address, late.address], write_weights(params(), 1, tmp_path), timeout_s=20, least="all")
+    assert held.keys() == {early.address, late.address}
+    with pytest.raises(ConnectionError, match=f"version 2 is not held by generation server {late.address}"):
+        started[0].stop()
+        push_weights([early.address, late.address], write_weights(params(), 2, tmp_path), timeout_s=1.0, least="all")
+    early.stop()
+
+
+def test_tokens_of_a_server_without_published_weights_count_for_nothing():
+    restarted = FakeScheduler(version=UNPUBLISHED)
+    server = serve_fake(restarted)
+    timer = threading.Timer(1.0, lambda: setattr(restarted, "version", 3))
+    timer.start()
+    (completions,) = generate([server.address], request())
+    for sample, completion in enumerate(completions):
+        assert_complete(completion, 7, sample)
+        assert (completion.versions == 3).all()
+    server.stop()
 
 
 def test_when_no_server_can_be_reached_the_push_fails_within_its_timeout(tmp_path):
