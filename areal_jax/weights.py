@@ -150,7 +150,6 @@ def shared_memory_sender(directory: str | os.PathLike[str], push: Callable[[Weig
     Keeps the newest file and the one before, for servers that come late. Files left by an earlier process are removed:
     the directory (`run_directory`) belongs to this trainer alone, which removes it in the end (`remove_directory`).
     """
-    os.makedirs(directory, mode=0o700, exist_ok=True)
     for path in pathlib.Path(directory).glob("*weights-*"):
         path.unlink()
     files: list[WeightFile] = []
@@ -162,6 +161,7 @@ def shared_memory_sender(directory: str | os.PathLike[str], push: Callable[[Weig
                 leaf.copy_to_host_async()
         host = {name: np.asarray(leaf) for name, leaf in params.items()}
         copied = time.monotonic()
+        os.makedirs(directory, mode=0o700, exist_ok=True)  # not before: one that ends while it compiles leaves none
         files.append(write_weights(host, version, directory))
         written = time.monotonic()
         push(files[-1])

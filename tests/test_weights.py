@@ -121,7 +121,7 @@ def test_sender_writes_pushes_and_keeps_the_newest_two_files(tmp_path):
 
 
 def test_sender_makes_a_directory_that_others_cannot_read(tmp_path):
-    shared_memory_sender(tmp_path / "own", lambda file: None)
+    shared_memory_sender(tmp_path / "own", lambda file: None)(some_params(1), 1)
     assert stat.S_IMODE((tmp_path / "own").stat().st_mode) == 0o700
 
 
