@@ -64,6 +64,8 @@ class RolloutConfig:
     group_size: int = 16
     max_new_tokens: int = 27648
     temperature: float = 1.0
+    top_p: float = 1.0  # no other value trains: see `check`
+    top_k: int = 0  # likewise; 0 = all tokens
     max_staleness: int = 8  # eta; 0 = synchronous (AReaL: max_head_offpolicyness)
     overdue: Literal["mask", "drop", "train"] = "mask"
     drop_zero_variance: bool = False  # leave out groups whose rewards are all equal
@@ -288,6 +290,12 @@ def check(config: Config) -> None:
             f"config.trainer.token_budget={config.trainer.token_budget} is less than the longest sequence, "
             f"{config.max_length} tokens (data.max_prompt_tokens={config.data.max_prompt_tokens} + "
             f"rollout.max_new_tokens={config.rollout.max_new_tokens}); raise it to at least {config.max_length}"
+        )
+    if config.rollout.top_p != 1.0 or config.rollout.top_k != 0:
+        raise ValueError(
+            f"config.rollout.top_p={config.rollout.top_p}, top_k={config.rollout.top_k}: tokens would come from a "
+            "truncated distribution, and the trainer's log-probabilities are those of the whole one, so the ratio of "
+            "unchanged weights would not be 1; only top_p=1 and top_k=0 train"
         )
     if config.rollout.temperature == 0:
         raise ValueError("config.rollout.temperature=0 samples greedily, which gives no gradient; 1.0 is the paper's")

@@ -11,6 +11,7 @@ def test_the_defaults_are_the_papers_recipe():
     c = Config()
     assert (c.trainer.prompts_per_step, c.rollout.group_size, c.trainer.objective.minibatches) == (512, 16, 4)
     assert (c.trainer.objective.clip_eps, c.rollout.temperature, c.rollout.max_staleness) == (0.2, 1.0, 8)
+    assert (c.rollout.top_p, c.rollout.top_k) == (1.0, 0)
     assert (c.reward.correct, c.reward.incorrect) == (5.0, -5.0)
     o = c.trainer.optimizer
     assert (o.lr, o.schedule, o.warmup_fraction, o.beta1, o.beta2) == (2e-5, "constant", 0.001, 0.9, 0.95)
@@ -64,6 +65,8 @@ def test_an_unknown_key_names_its_nearest_neighbour():
         ),
         ("trainer.prompts_per_step", 510, "must be a multiple of config.trainer.objective.minibatches=4"),
         ("rollout.temperature", 0.0, "samples greedily"),
+        ("rollout.top_p", 0.8, "truncated distribution.*only top_p=1 and top_k=0 train"),
+        ("rollout.top_k", 50, "only top_p=1 and top_k=0 train"),
         ("eval.samples", 5000, "no server would ever take the request"),
         ("model.path", "/nowhere", "no such directory"),
         ("data.train", "nowhere.jsonl", "no such file"),

@@ -117,6 +117,12 @@ def alive(pids: Collection[int]) -> list[int]:
     return [pid for pid, _ in _processes() if pid in pids]
 
 
+def resident_bytes(pid: int) -> int:
+    """Memory that a process holds."""
+    status = pathlib.Path(f"/proc/{pid}/status").read_text()
+    return 1024 * int(next(line.split()[1] for line in status.splitlines() if line.startswith("VmRSS")))
+
+
 def kill(pid: int, number: int = signal.SIGKILL) -> None:
     os.kill(pid, number)
 
