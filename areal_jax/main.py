@@ -68,11 +68,11 @@ def run(config: Config, *, command: Sequence[str]) -> int:
 
 
 def _log_plainly() -> None:
-    """What the parts have to say on stderr, in one line each; Orbax, which tells of every file, only when it warns."""
+    """What the parts have to say on stderr, in one line each; of libraries only warnings (Orbax, by absl, tells of every file)."""
     form = "%(asctime)s %(levelname)s %(name)s: %(message)s"
     logging.basicConfig(format=form, level=logging.INFO, stream=sys.stderr, force=True)  # instead of absl's handler
-    logging.getLogger("absl").setLevel(logging.WARNING)
-    logging.getLogger("jax").setLevel(logging.WARNING)
+    for talkative in ("absl", "jax", "matplotlib"):
+        logging.getLogger(talkative).setLevel(logging.WARNING)
 
 
 @contextlib.contextmanager
