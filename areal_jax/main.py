@@ -68,7 +68,7 @@ def run(config: Config, *, command: Sequence[str]) -> int:
 
 
 def _log_plainly() -> None:
-    """What the parts have to say on stderr, in one line each; of libraries only warnings (Orbax, by absl, tells of every file)."""
+    """What the parts have to say on stderr, in one line each; libraries (Orbax, through absl) only when they warn."""
     form = "%(asctime)s %(levelname)s %(name)s: %(message)s"
     logging.basicConfig(format=form, level=logging.INFO, stream=sys.stderr, force=True)  # instead of absl's handler
     for talkative in ("absl", "jax", "matplotlib"):
