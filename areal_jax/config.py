@@ -33,15 +33,15 @@ class RunConfig:
 class ModelConfig:
     """The model and its tokenizer."""
 
-    path: str = ""  # a directory in the Hugging Face format
+    path: str = ""  # a directory in the Hugging Face format, or a hub id like "Qwen/Qwen2.5-1.5B-Instruct"
+    shape: str = ""  # a config.json that the model must agree with; --dry_run plans with it before the download
 
 
 @dataclasses.dataclass(frozen=True)
 class DataConfig:
-    """Prompts. `train` and `held_out` name a prompt source as "module:factory", or a `.jsonl` file."""
+    """Prompts to train on: a `.jsonl`, `.json` or `.parquet` file, "module:factory", or a hub id as "hub:NAME"."""
 
     train: str = ""
-    held_out: str = ""
     options: dict[str, Any] = dataclasses.field(default_factory=dict)  # keyword arguments of the factory
     max_prompt_tokens: int = 1024
 
@@ -54,7 +54,9 @@ class RewardConfig:
     correct: float = 5.0
     incorrect: float = -5.0
     workers: int = 1
-    timeout_s: float = 10.0
+    timeout_s: float = 10.0  # for each verdict
+    memory_gb: float = 2.0  # of address space for each worker beyond what its imports took
+    sandbox: Literal["limits", "bubblewrap"] = "limits"  # bubblewrap: no network, no writable file, no other process
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,12 +158,15 @@ class WeightsConfig:
 
 @dataclasses.dataclass(frozen=True)
 class EvaluationConfig:
-    """Held-out evaluation on the generation servers, beside training."""
+    """Held-out evaluation on the generation servers, beside training, and by `python -m areal_jax.evaluate`."""
 
+    data: str = ""  # as data.train
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)  # as data.options, for this source
     every: int = 20  # versions; 0 = only before and after
-    prompts: int = 256
-    samples: int = 1
+    prompts: int = 256  # the first ones of the source; 0 = all of a finite one
+    samples: int = 1  # per prompt; the paper's avg@32 takes 32
     temperature: float = 1.0
+    max_new_tokens: int = 0  # 0: rollout.max_new_tokens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -248,8 +253,8 @@ def _convert(wanted: Any, value: Any, path: str) -> Any:
 
 
 def is_key(path: str) -> bool:
-    """Whether a dotted path names a value of the config (or one of the free-form data.options)."""
-    return path in _paths(Config, "") or path.startswith("data.options.")
+    """Whether a dotted path names a value of the config (or one of the free-form data.options and eval.options)."""
+    return path in _paths(Config, "") or path.startswith(("data.options.", "eval.options."))
 
 
 def unknown_key(path: str) -> str:
@@ -344,7 +349,10 @@ def _bounds(config: Config) -> list[tuple[str, float, float]]:
         ("trainer.checkpoint.every", config.trainer.checkpoint.every, 0),
         ("trainer.checkpoint.keep", config.trainer.checkpoint.keep, 1),
         ("eval.every", config.eval.every, 0),
-        ("eval.prompts", config.eval.prompts, 1),
+        ("eval.prompts", config.eval.prompts, 0),
+        ("eval.max_new_tokens", config.eval.max_new_tokens, 0),
+        ("reward.timeout_s", config.reward.timeout_s, 0),
+        ("reward.memory_gb", config.reward.memory_gb, 0),
         ("eval.samples", config.eval.samples, 1),
         ("len(generation.addresses)", len(config.generation.addresses), 1),
     ]
@@ -354,7 +362,7 @@ def _check_files(config: Config) -> None:
     for path, value in (
         ("model.path", config.model.path),
         ("data.train", config.data.train),
-        ("data.held_out", config.data.held_out),
+        ("eval.data", config.eval.data),
     ):
         if not value:
             raise ValueError(f"config.{path} is not set; a config file under configs/ shows what it may be")
@@ -364,12 +372,12 @@ def _check_files(config: Config) -> None:
             f"config.model.path={config.model.path}: no such directory; give one in the Hugging Face format "
             "(config.json, tokenizer.json, *.safetensors)"
         )
-    for key, value in (("data.train", config.data.train), ("data.held_out", config.data.held_out)):
+    for key, value in (("data.train", config.data.train), ("eval.data", config.eval.data)):
         if ":" not in value and not pathlib.Path(value).is_file():
             raise FileNotFoundError(f'config.{key}={value}: no such file; give a .jsonl file or "module:factory"')
     for key, value in (
         ("data.train", config.data.train),
-        ("data.held_out", config.data.held_out),
+        ("eval.data", config.eval.data),
         ("reward.function", config.reward.function),
     ):
         if ":" in value:

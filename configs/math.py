@@ -18,7 +18,7 @@ def get_config():
     config.run.name = "math"
     config.model.path = os.path.relpath(pathlib.Path(__file__).parent / "arithmetic_model")
 
-    config.data.train = config.data.held_out = "areal_jax.rollout.arithmetic:ArithmeticPrompts"
+    config.data.train = config.eval.data = "areal_jax.rollout.arithmetic:ArithmeticPrompts"
     config.data.max_prompt_tokens = 56  # 26 steps
     config.rollout.max_new_tokens = 56
     config.reward.function = "areal_jax.rewards.math_answer:stated_answer_matches"

@@ -22,7 +22,7 @@ def test_the_defaults_are_the_papers_recipe():
 def test_a_group_of_one_has_no_baseline(tmp_path):
     config = default_config()
     config.model.path = str(tmp_path)
-    config.data.train = config.data.held_out = config.reward.function = "areal_jax.config:get_config"
+    config.data.train = config.eval.data = config.reward.function = "areal_jax.config:get_config"
     config.rollout.group_size = 1
     check(build(config))
     config.trainer.objective.group_baseline = True
@@ -77,7 +77,7 @@ def test_an_unknown_key_names_its_nearest_neighbour():
 def test_bad_values_are_refused_with_the_rule(path, value, message, tmp_path):
     config = default_config()
     config.model.path = str(tmp_path)
-    config.data.train = config.data.held_out = "areal_jax.config:get_config"
+    config.data.train = config.eval.data = "areal_jax.config:get_config"
     config.reward.function = "areal_jax.config:get_config"
     check(build(config))
     values = json.loads(to_json(build(config)))

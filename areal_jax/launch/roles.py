@@ -299,8 +299,11 @@ async def control(config: Config, generate: Any, queue: Any, stop: threading.Eve
 def load_prompts(config: Config, split: str, tokenizer: Any) -> PromptSource:
     from areal_jax.rollout.prompts import load_source
 
-    spec = getattr(config.data, split)
-    return load_source(spec, split=split, seed=config.run.seed, tokenizer=tokenizer, options=config.data.options)
+    spec, options = {
+        "train": (config.data.train, config.data.options),
+        "held_out": (config.eval.data, config.eval.options),
+    }[split]
+    return load_source(spec, split=split, seed=config.run.seed, tokenizer=tokenizer, options=options)
 
 
 async def _as_asyncio(stop: threading.Event) -> asyncio.Event:

@@ -27,21 +27,24 @@ class PromptTooLong(ValueError):
     cause = "too_long"
 
 
+SETTINGS = {"train": ("data.train", "data.options"), "held_out": ("eval.data", "eval.options")}
+
+
 def load_source(spec: str, *, split: str, seed: int, tokenizer: Tokenizer, options: Mapping[str, Any]) -> PromptSource:
-    """The source that `data.train` or `data.held_out` names; `split` is "train" or "held_out".
+    """The source that `data.train` or `eval.data` names; `split` is "train" or "held_out".
 
     "module:factory" calls `factory(split=..., seed=..., tokenizer=..., **options)`, which returns any object with
     `source[uid] -> Prompt` (and `len`, if it is finite). A path that ends in `.jsonl` is read as `JsonLines`.
     Raises ValueError or FileNotFoundError that name the setting.
     """
-    setting = f"data.{split}={spec!r}"
-    factory = functools.partial(JsonLines, spec) if spec.endswith(".jsonl") else resolve(spec, f"data.{split}")
+    key, options_key = SETTINGS[split]
+    factory = functools.partial(JsonLines, spec) if spec.endswith(".jsonl") else resolve(spec, key)
     arguments = {"split": split, "seed": seed, "tokenizer": tokenizer, **options}
     try:
         inspect.signature(factory).bind(**arguments)
     except TypeError as error:
         raise ValueError(
-            f"data.options={dict(options)} do not fit {setting}, which takes {inspect.signature(factory)}: {error}"
+            f"{options_key}={dict(options)} do not fit {key}={spec!r}, which takes {inspect.signature(factory)}: {error}"
         ) from error
     return factory(**arguments)
 
@@ -72,7 +75,7 @@ class JsonLines:
     def __init__(self, path: str, *, split: str, seed: int, tokenizer: Tokenizer, template: str = "{prompt}") -> None:
         if "{prompt}" not in template:
             raise ValueError(f'data.options.template={template!r} must contain "{{prompt}}", where the problem goes')
-        self._problems = _read_problems(pathlib.Path(path), f"data.{split}={path!r}")
+        self._problems = _read_problems(pathlib.Path(path), f"{SETTINGS[split][0]}={path!r}")
         self._seed = seed
         self._tokenizer = tokenizer
         self._template = template

@@ -36,7 +36,7 @@ def fails(tmp_path, settings, *, within_s):
         ({"rollout.max_staleness": -1}, ["config.rollout.max_staleness=-1 must be at least 0"]),
         ({"model.path": "/nowhere/model"}, ["config.model.path=/nowhere/model", "no such directory"]),
         ({"data.train": "/nowhere/train.jsonl"}, ["config.data.train=/nowhere/train.jsonl", "no such file"]),
-        ({"data.held_out": "areal_jax.nothing:Prompts"}, ["config.data.held_out", "areal_jax.nothing"]),
+        ({"eval.data": "areal_jax.nothing:Prompts"}, ["config.eval.data", "areal_jax.nothing"]),
         ({"trainer.token_budget": 64}, ["config.trainer.token_budget=64", "112 tokens", "at least 112"]),
         ({"trainer.prompts_per_step": 7}, ["prompts_per_step=7", "multiple of", "minibatches=2"]),
     ],

@@ -91,7 +91,7 @@ def test_a_bad_line_is_named(tmp_path, line, message):
 
 
 def test_a_missing_or_empty_file_is_named_with_its_setting(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"data.held_out='gone.jsonl': there is no such file \(looked for /"):
+    with pytest.raises(FileNotFoundError, match=r"eval.data='gone.jsonl': there is no such file \(looked for /"):
         load("gone.jsonl", split="held_out")
     with pytest.raises(ValueError, match="the file is empty"):
         load(write(tmp_path))
