@@ -120,13 +120,15 @@ def pack(
     version: int,
     max_staleness: int,
 ) -> list[TrainBatch]:
-    """The microbatches of one minibatch, all of the same shape [R, L].
+    """The microbatches of one minibatch, all of the same shape [R, L]; none for no trajectories.
 
     `version` is the consuming one: overdue completion tokens (version - their version > max_staleness) get loss mask 0,
     the others of the trajectory train. The order of sequences, rows and microbatches changes no loss, as sums are
     divided by the loss tokens of the whole minibatch (`loss_tokens`).
     """
-    assert len(trajectories) == len(advantages_B) > 0
+    assert len(trajectories) == len(advantages_B)
+    if not trajectories:
+        return []
     length, bins = choose_rows([len(t) for t in trajectories], layout)
     rows = layout.rows(length)
     batches = []
@@ -177,4 +179,5 @@ def loss_tokens(batches: Sequence[TrainBatch]) -> int:
 def padding_share(batches: Sequence[TrainBatch]) -> float:
     """Share of computed tokens that belong to no sequence."""
     real = sum(int(np.count_nonzero(batch.segment_ids)) for batch in batches)
-    return 1.0 - real / sum(batch.segment_ids.size for batch in batches)
+    computed = sum(batch.segment_ids.size for batch in batches)
+    return 1.0 - real / computed if computed else 0.0

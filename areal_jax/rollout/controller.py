@@ -5,9 +5,9 @@
         group = generate, score                        -> queue.put(group), or queue.discard(uid, count, cause)
 
 Consumes: prompts, and the trajectory queue's announcements. Produces: whole groups for the queue; lines of
-rollout.jsonl, evaluations.jsonl and completions.jsonl. Waits for: the gate. Unblocked by: the announcement of a
-version, which comes after every generation server holds it. Ends: when training is announced as finished (it then
-evaluates once more), when `stop` is set, or by an error.
+rollout.jsonl, evaluations.jsonl and completions.jsonl; a file of records for each evaluation. Waits for: the gate.
+Unblocked by: the announcement of a version, which comes after every generation server holds it. Ends: when training is
+announced as finished (it then evaluates once more), when `stop` is set, or by an error.
 
 It stores nothing: on a restart the queue's `Progress` says which prompts are done; all others are started, in order.
 """
@@ -21,7 +21,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 from areal_jax.config import Config
-from areal_jax.rollout.evaluation import evaluate
+from areal_jax.rollout.evaluation import evaluate, plan
 from areal_jax.rollout.gate import StalenessGate
 from areal_jax.rollout.prompts import take
 from areal_jax.rollout.tally import Tally
@@ -56,13 +56,18 @@ class QueueClient(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Services:
-    """What the controller works with. `record` takes a file's name without ".jsonl" and a line for it."""
+    """What the controller works with.
+
+    `record` takes a file's name without ".jsonl" and a line for it, `keep` a name and the records of an evaluation.
+    """
 
     generate: GenerateFn
     scorer: Scorer
     queue: QueueClient
     tokenizer: Tokenizer
     record: Callable[[str, dict[str, Any]], None]
+    keep: Callable[[str, Sequence[dict[str, Any]]], None]
+    final_answer: Callable[[str], str]  # of a completion, "" for none: its vote in maj@k
     clock: Callable[[], float] = time.time
     report_s: float = 1.0  # between two lines of rollout.jsonl
 
@@ -131,10 +136,10 @@ class Controller:
     async def work(self) -> None:
         """The whole job, from where the queue stands."""
         if self._progress.version == 0:
-            await self._evaluate("before", self._most_in_flight)
+            await self._evaluate("before", self._most_in_flight, self._config.generation.slots)
         with first_error():
             await self._rollouts()
-        await self._evaluate("after", self._most_in_flight)
+        await self._evaluate("after", self._most_in_flight, self._config.generation.slots)
 
     async def _rollouts(self) -> None:
         async with asyncio.TaskGroup() as tasks:
@@ -192,13 +197,13 @@ class Controller:
     async def _generate(self, uid: int) -> tuple[Prompt, list[Judged]]:
         with failing_as(uid, "prompt"):
             prompt = take(self._train, uid, max_prompt_tokens=self._config.data.max_prompt_tokens)
-        sampling = self._sampling(self._config.rollout.temperature)
         group = await generate_and_score(
-            group_request(prompt, samples=self._group_size, sampling=sampling),
+            group_request(prompt, samples=self._group_size, sampling=self._sampling()),
             prompt,
             generate=self._services.generate,
             scorer=self._services.scorer,
             tokenizer=self._services.tokenizer,
+            cut_off=self._config.reward.cut_off,
         )
         return prompt, group
 
@@ -212,10 +217,10 @@ class Controller:
             build_trajectories(prompt, group, correct=reward.correct, incorrect=reward.incorrect)
         )
 
-    def _sampling(self, temperature: float) -> Sampling:
+    def _sampling(self) -> Sampling:
         return Sampling(
             max_new_tokens=self._config.rollout.max_new_tokens,
-            temperature=temperature,
+            temperature=self._config.rollout.temperature,
             seed=self._config.run.seed,
             stop_tokens=self._services.tokenizer.eos_ids,
         )
@@ -233,23 +238,22 @@ class Controller:
                 while self._gate.version < due:
                     await self._changed.wait()
             due = self._gate.version - self._gate.version % every + every
-            await self._evaluate("during", self._slots // EVALUATION_SHARE)
+            share = self._config.generation.slots // EVALUATION_SHARE
+            await self._evaluate("during", self._slots // EVALUATION_SHARE, share)
 
-    async def _evaluate(self, phase: str, in_flight: int) -> None:
-        settings, services = self._config.eval, self._services
+    async def _evaluate(self, phase: str, in_flight: int, per_request: int) -> None:
+        services, stop_tokens = self._services, self._services.tokenizer.eos_ids
         began, version = services.clock(), self._gate.version
         evaluation = await evaluate(
             self._held_out,
-            prompts=settings.prompts,
-            samples=settings.samples,
-            in_flight=max(1, in_flight // settings.samples),
-            sampling=self._sampling(settings.temperature),
-            max_prompt_tokens=self._config.data.max_prompt_tokens,
+            plan(self._config, stop_tokens=stop_tokens, in_flight=in_flight, per_request=per_request),
             generate=services.generate,
             scorer=services.scorer,
             tokenizer=services.tokenizer,
+            final_answer=services.final_answer,
         )
         now = services.clock()
+        await asyncio.to_thread(services.keep, f"{version:06d}-{phase}", evaluation.records)
         line = {"phase": phase, "version": version, "time": now, "seconds": now - began, **evaluation.figures()}
         services.record("evaluations", line)
         for example in evaluation.examples() if phase != "during" else ():

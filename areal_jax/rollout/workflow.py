@@ -78,9 +78,18 @@ def group_request(prompt: Prompt, *, samples: int, sampling: Sampling) -> Genera
 
 
 async def generate_and_score(
-    request: GenerateRequest, prompt: Prompt, *, generate: GenerateFn, scorer: Scorer, tokenizer: Tokenizer
+    request: GenerateRequest,
+    prompt: Prompt,
+    *,
+    generate: GenerateFn,
+    scorer: Scorer,
+    tokenizer: Tokenizer,
+    cut_off: str,
 ) -> list[Judged]:
-    """All samples of the request, judged, in its order. Raises RolloutFailed when a single one is missing."""
+    """All samples of the request, judged, in its order. Raises RolloutFailed when a single one is missing.
+
+    With `cut_off="wrong"` (reward.cut_off) a completion that did not end by itself is wrong, whatever the verifier says.
+    """
     with failing_as(prompt.uid, "generation"):
         completions = await generate(request)
         lengths = [len(completion.tokens) for completion in completions]
@@ -89,7 +98,10 @@ async def generate_and_score(
     texts = [tokenizer.decode(completion.tokens) for completion in completions]
     with failing_as(prompt.uid, "reward"):
         verdicts = await scorer.score(texts, answer=prompt.answer, prompt=prompt.text)
-    return [Judged(*each) for each in zip(completions, texts, verdicts, strict=True)]
+    judged = [Judged(*each) for each in zip(completions, texts, verdicts, strict=True)]
+    if cut_off == "wrong":
+        return [dataclasses.replace(each, verdict=0.0) if each.truncated else each for each in judged]
+    return judged
 
 
 def build_trajectories(

@@ -79,7 +79,7 @@ class Journal:
         consuming, outcomes = step.version - 1, jax.device_get(step.outcomes)
         self._count_skipped(outcomes)
         line = step.numbers | batch_figures(step.batch, consuming, self._correct_reward)
-        line |= packing_figures(step.minibatches) | update_figures(outcomes) | {"updates/skipped": self._skipped}
+        line |= packing_figures(step.batch, step.minibatches) | update_figures(outcomes) | {"updates/skipped": self._skipped}
         pairs = first_logprobs(step.minibatches, outcomes, recomputed_prox=self._recomputed_prox)
         self._writer.write(line | logprob_gap(pairs, consuming))
         self._check_skipped(consuming)
@@ -128,20 +128,21 @@ def batch_figures(batch: Sequence[Trajectory], version: int, correct_reward: flo
     }
 
 
-def packing_figures(minibatches: Sequence[Minibatch]) -> Line:
-    """Tokens that train, completion tokens that do not, and padding."""
+def packing_figures(trajectories: Sequence[Trajectory], minibatches: Sequence[Minibatch]) -> Line:
+    """Tokens that train (those without gradient among them), completion tokens that do not, and padding."""
     batches = [batch for minibatch in minibatches for batch in minibatch.batches]
-    completion = sum(int(np.count_nonzero(batch.versions >= 0)) for batch in batches)
-    trained = packing.loss_tokens(batches)
+    gradless = sum(minibatch.gradless_tokens for minibatch in minibatches)
+    trained = packing.loss_tokens(batches) + gradless
     return {
         "tokens/trained": trained,
-        "tokens/masked": completion - trained,
+        "tokens/gradless": gradless,
+        "tokens/masked": sum(len(t.tokens) for t in trajectories) - trained,
         "packing/padding": packing.padding_share(batches),
     }
 
 
 def update_figures(outcomes: Sequence[Outcome]) -> Line:
-    """Means over the tokens that trained, of all minibatches together."""
+    """Means over the tokens that were computed, of all minibatches together."""
     total: dict[str, float] = collections.defaultdict(float)
     for sums in (sums for outcome in outcomes for sums in outcome.sums):
         for name, value in sums.items():
@@ -176,7 +177,7 @@ def first_logprobs(
 def logprob_gap(pairs: Sequence[tuple[TrainBatch, Any]], version: int) -> Line:
     """|log p of the generator - log p of the trainer| over the tokens that these very weights sampled, if any."""
     gaps = [np.abs(batch.behav_logprobs - at_start)[batch.versions == version] for batch, at_start in pairs]
-    gap = np.concatenate(gaps)
+    gap = np.concatenate([np.zeros(0), *gaps])
     if not gap.size:
         return {}
     return with_prefix("logp_gap", percentiles(gap)) | {"logp_gap/tokens": gap.size}

@@ -178,7 +178,11 @@ def start(
 
 
 def make_minibatches(config: Config, batch: Sequence[Trajectory], version: int, layout: Layout) -> list[Minibatch]:
-    """Advantages over the whole batch, then its minibatches, packed; with overdue=train no token is too old."""
+    """Advantages over the whole batch, then its minibatches, packed; with overdue=train no token is too old.
+
+    A trajectory whose advantage is exactly 0 (a group of equal rewards) has no gradient, whatever the ratio: it is not
+    computed, only counted among the tokens that the loss is divided by.
+    """
     objective = config.trainer.objective
     advantages_B = trajectory_advantages(
         np.array([t.reward for t in batch]),
@@ -189,12 +193,17 @@ def make_minibatches(config: Config, batch: Sequence[Trajectory], version: int, 
         group_baseline=objective.group_baseline,
     )
     max_staleness = version if config.rollout.overdue == "train" else config.rollout.max_staleness
-    return [
-        Minibatch(
-            pack([batch[i] for i in part], advantages_B[part], layout, version=version, max_staleness=max_staleness)
+
+    def minibatch(part: np.ndarray) -> Minibatch:
+        moving = part[advantages_B[part] != 0]
+        gradless = [batch[i] for i in part[advantages_B[part] == 0]]
+        packed = pack(
+            [batch[i] for i in moving], advantages_B[moving], layout, version=version, max_staleness=max_staleness
         )
-        for part in split_minibatches(batch, objective.minibatches)
-    ]
+        tokens = sum(int(np.count_nonzero(t.versions >= version - max_staleness)) for t in gradless)
+        return Minibatch(packed, gradless_tokens=tokens)
+
+    return [minibatch(part) for part in split_minibatches(batch, objective.minibatches)]
 
 
 def with_prox(

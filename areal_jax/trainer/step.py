@@ -235,10 +235,14 @@ def _make_apply(optimizer: optax.GradientTransformation, schedule: optax.Schedul
 
 @dataclasses.dataclass(frozen=True)
 class Minibatch:
-    """The microbatches of one optimizer update, with the proximal log-probabilities of each (empty: its own)."""
+    """The microbatches of one optimizer update, with the proximal log-probabilities of each (empty: its own).
+
+    `gradless_tokens` count in the mean that the loss is, though no microbatch holds them: their advantage is 0.
+    """
 
     batches: Sequence[TrainBatch]
     prox_logprobs: Sequence[Array | np.ndarray] = ()
+    gradless_tokens: int = 0
 
 
 class Outcome(NamedTuple):
@@ -270,7 +274,7 @@ def with_behav_as_prox(minibatches: Sequence[Minibatch]) -> list[Minibatch]:
 
 def update(programs: Programs, state: TrainState, minibatch: Minibatch) -> tuple[TrainState, Outcome]:
     """One optimizer update; `state` is donated. Gradients are summed over microbatches and divided once, exactly."""
-    inverse_tokens = np.float32(1.0 / max(1, loss_tokens(minibatch.batches)))
+    inverse_tokens = np.float32(1.0 / max(1, loss_tokens(minibatch.batches) + minibatch.gradless_tokens))
     own_prox = not minibatch.prox_logprobs
     scalars = programs.with_own_prox(own_prox)
     grads, sums, logprobs_RL = programs.zeros(), [], []

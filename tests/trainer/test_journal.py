@@ -76,7 +76,7 @@ def test_figures_of_a_batch_worked_by_hand():
 
 def test_tokens_are_trained_or_masked():
     # Ten completion tokens, of which one is three versions old; 4 prompts of 3: 22 real tokens in 2 rows of 16.
-    got = journal.packing_figures([Minibatch(packed(BATCH))])
+    got = journal.packing_figures(BATCH, [Minibatch(packed(BATCH))])
     assert (got["tokens/trained"], got["tokens/masked"]) == (9, 1)
     assert got["packing/padding"] == pytest.approx(1 - 22 / 32)
 

@@ -213,6 +213,46 @@ def test_overdue_tokens_are_masked_or_trained(tmp_path, overdue, groups):
     assert sum(int(b.loss_mask[b.versions == 2].sum()) for b in packed) == sum(len(t.tokens) for t in groups[7])
 
 
+def equal_rewards(group, reward=-5.0):
+    return [dataclasses.replace(t, reward=reward) for t in group]
+
+
+def mixed_rewards(group):
+    return [dataclasses.replace(t, reward=5.0 * (-1) ** i) for i, t in enumerate(group)]
+
+
+def test_trajectories_without_advantage_are_not_computed_and_change_nothing(
+    tmp_path, groups, make_programs, fresh_state
+):
+    config = make_config(tmp_path, objective={"minibatches": 1, "normalize_advantages": "group"})
+    batch = [*mixed_rewards(groups[0]), *equal_rewards(groups[1])]
+    layout = loop.make_layout((), max_length=LONGEST, token_budget=8 * LONGEST)
+    (minibatch,) = loop.make_minibatches(config, batch, 0, layout)
+    assert minibatch.gradless_tokens == sum(len(t.tokens) for t in groups[1])
+    packed = sum(int((b.versions >= 0).sum()) for b in minibatch.batches)
+    assert packed == sum(len(t.tokens) for t in groups[0])
+
+    advantages = np.array([1.0, -1.0, 1.0, -1.0, 0, 0, 0, 0], np.float32)
+    everything = loop.Minibatch(loop.pack(batch, advantages, layout, version=0, max_staleness=3))
+    programs = make_programs()
+    moved = [loop.update(programs, fresh_state(programs), m) for m in (minibatch, everything)]
+    norms = [float(outcome.facts["grad_norm"]) for _, outcome in moved]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-5) and norms[0] > 0
+    for name in moved[0][0].params:
+        np.testing.assert_allclose(moved[0][0].params[name], moved[1][0].params[name], atol=1e-5, err_msg=name)
+
+
+def test_a_step_in_which_no_group_has_variance_trains_nothing_and_goes_on(tmp_path, model_config, params, groups):
+    config = make_config(tmp_path, steps=2, objective={"minibatches": 2, "normalize_advantages": "group"})
+    run = Run(config, model_config, params)
+    for group in (*map(equal_rewards, groups[:2]), *map(mixed_rewards, groups[2:4])):
+        run.queue.put(group)
+    assert run.train() == 2
+    still, moving = run.lines
+    assert still["tokens/gradless"] == still["tokens/trained"] > 0 and still["grad_norm"] == 0
+    assert moving["tokens/gradless"] == 0 and moving["grad_norm"] > 0
+
+
 def test_naive_objective_runs_without_a_proximal_pass(tmp_path, model_config, params, groups):
     config = make_config(tmp_path, steps=1, objective={"prox": "naive", "minibatches": 2})
     run = Run(config, model_config, params)
