@@ -14,13 +14,19 @@ from areal_jax.models.transformer import Transformer
 
 
 def from_logits(logits: Array, tokens: Array, *, temperature: float | Array) -> tuple[Array, Array]:
-    """log p(token) and entropy, both [...], of the distribution softmax(logits / temperature), logits [..., V]."""
-    scaled = logits.astype(jnp.float32) / temperature
+    """log p(token) and entropy, both [...], of the distribution softmax(logits / temperature), logits [..., V].
+
+    A logit of finfo.min means no probability: it adds nothing to the entropy and gets no gradient.
+    """
+    # A temperature below 1 takes finfo.min to -inf; a loss mask of 0 does not undo that.
+    scaled = jnp.maximum(logits.astype(jnp.float32) / temperature, jnp.finfo(jnp.float32).min)
     log_z = jax.nn.logsumexp(scaled, axis=-1)
     # A masked sum rather than a gather: it stays local when the vocabulary is sharded.
     ids = jax.lax.broadcasted_iota(jnp.int32, scaled.shape, scaled.ndim - 1)
     chosen = jnp.sum(jnp.where(ids == tokens[..., None], scaled, 0.0), axis=-1)
-    entropy = log_z - jnp.sum(jnp.exp(scaled - log_z[..., None]) * scaled, axis=-1)
+    probabilities = jnp.exp(scaled - log_z[..., None])
+    # The gradient multiplies by this factor: what is near finfo.min would overflow, and 0 * -inf is NaN.
+    entropy = log_z - jnp.sum(probabilities * jnp.where(probabilities > 0, scaled, 0.0), axis=-1)
     return chosen - log_z, entropy
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 AXES = ("data", "fsdp", "tensor")
 ROWS = PartitionSpec(("data", "fsdp"))
@@ -54,7 +54,7 @@ def make_mesh(shape: Mapping[str, int], devices: Sequence[jax.Device] | None = N
     return Mesh(np.array(devices).reshape(sizes), AXES)
 
 
-def param_spec(name: str, shape: Sequence[int], mesh: Mesh) -> PartitionSpec:
+def param_spec(name: str, shape: Sequence[int], mesh: Mesh | AbstractMesh) -> PartitionSpec:
     """The partition of one parameter. Raises ValueError when a mesh axis does not divide it."""
     logical = next((axes for pattern, axes in LOGICAL_AXES if re.search(pattern, name)), None)
     assert logical is not None and len(logical) == len(shape), f"no sharding rule for {name} of shape {tuple(shape)}"

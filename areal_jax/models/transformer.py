@@ -1,29 +1,40 @@
 """The decoder-only transformer that trainer and generation servers share.
 
-In: token ids. Out: hidden states, and logits for those who ask. One class covers the Llama, Qwen2 and Qwen3 families:
-RMSNorm, rotary positions, grouped-query attention, SwiGLU; by configuration query/key norms, biases, tied embeddings.
-How a layer attends is handed in (`Attend`), so that packed training, prefill and decoding run the same layers.
+In: token ids. Out: hidden states, and logits for those who ask. One class covers the Llama, Qwen2, Qwen3 and Mistral
+families: RMSNorm, rotary positions, grouped-query attention, SwiGLU; by configuration query/key norms, biases, tied
+embeddings, rope scaling. How a layer attends is handed in (`Attend`), so that packed training, prefill and decoding run
+the same layers. Called by the trainer's programs and the generation engine; waits for nobody.
 
 Weights travel between the parts as `params`: a flat dict from canonical name ("layers.0.attention.query.kernel") to
 array. `bind` makes a model of them. The dtype of the params is the dtype of the computation; norms, rotations, softmax
 and logits are float32 inside.
 
-Shapes: B rows, L tokens, D model, N query heads, K key/value heads, H head size, F feed-forward, V vocabulary.
+The vocabulary may have more rows in memory than the model has (`padded_vocab`), so that a mesh axis divides them, and
+more than its tokenizer defines. Ids that are not live have the smallest float32 as their logit: no probability, no
+gradient.
+
+Shapes: B rows, L tokens, D model, N query heads, K key/value heads, H head size, F feed-forward, V vocabulary,
+h half a head.
 """
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx, traverse_util
 from jax import Array
 
 from areal_jax.models import attention
 
 Params = dict[str, Array]
+AnyArray = TypeVar("AnyArray", np.ndarray, Array)
+
+VOCAB_AXIS = {"embedding": 0, "head.kernel": 1}  # the parameters with a row (or column) per token id
 
 # (query_BLNH, key_BLKH, value_BLKH, cache of this layer) -> (out_BLNH, cache of this layer)
 Attend = Callable[[Array, Array, Array, Any], tuple[Array, Any]]
@@ -31,7 +42,7 @@ Attend = Callable[[Array, Array, Array, Any], tuple[Array, Any]]
 
 @dataclasses.dataclass(frozen=True)
 class TransformerConfig:
-    """The shape of a model, as a Hugging Face `config.json` gives it."""
+    """The shape of a model, as a Hugging Face `config.json` gives it, and how its vocabulary lies in memory."""
 
     vocab_size: int
     d_model: int
@@ -46,6 +57,35 @@ class TransformerConfig:
     qk_norm: bool = False
     tied_embeddings: bool = False
     max_positions: int = 32768
+    family: str = ""  # model_type of the config.json; "" = whichever has these flags
+    rope_type: str = "default"  # default | linear | llama3
+    rope_factor: float = 1.0  # by which the slow rotations are slowed further
+    rope_low_freq_factor: float = 1.0  # llama3 only, as the next two
+    rope_high_freq_factor: float = 4.0
+    rope_original_positions: int = 0
+    padded_vocab: int = 0  # rows in memory; 0 = vocab_size
+    live_vocab: int = 0  # ids from here on get no probability; 0 = vocab_size
+
+    def __post_init__(self) -> None:
+        if self.padded_vocab and self.padded_vocab < self.vocab_size:
+            raise ValueError(f"padded_vocab={self.padded_vocab} must not be below vocab_size={self.vocab_size}")
+        if not 0 <= self.live_vocab <= self.vocab_size:
+            raise ValueError(
+                f"live_vocab={self.live_vocab} must be between 0 (= all) and vocab_size={self.vocab_size}: the model "
+                "has no weights for token ids beyond it"
+            )
+        if self.rope_type not in ("default", "linear", "llama3"):
+            raise ValueError(f"rope_type={self.rope_type!r} is not supported; supported are default, linear, llama3")
+
+    @property
+    def vocab_rows(self) -> int:
+        """Rows of the embedding, and of the LM head, in memory."""
+        return self.padded_vocab or self.vocab_size
+
+    @property
+    def live_rows(self) -> int:
+        """Ids below this one can be sampled."""
+        return self.live_vocab or self.vocab_size
 
 
 class RMSNorm(nnx.Module):
@@ -75,10 +115,30 @@ class Projection(nnx.Module):
         return out if self.bias is None else out + self.bias[...]
 
 
-def rotate(x_BLNH: Array, positions_BL: Array, theta: float) -> Array:
+def rope_frequencies(config: TransformerConfig) -> np.ndarray:
+    """Radians per position of each pair of a head, [h] float32: theta^(-i/h), scaled by `rope_type`.
+
+    `linear` divides all by `rope_factor`. `llama3` (Llama 3.1, in transformers `_compute_llama3_parameters`) divides
+    those that turn fewer than `low` times over the original positions, keeps those that turn more than `high` times,
+    and goes from one to the other linearly in the number of turns.
+    """
+    half = config.head_size // 2
+    frequencies_h = config.rope_theta ** (-np.arange(half, dtype=np.float64) / half)
+    if config.rope_type != "default":
+        slowed_h = frequencies_h / config.rope_factor
+        kept_h = _share_kept(config, frequencies_h) if config.rope_type == "llama3" else 0.0
+        frequencies_h = kept_h * frequencies_h + (1 - kept_h) * slowed_h
+    return frequencies_h.astype(np.float32)
+
+
+def _share_kept(config: TransformerConfig, frequencies_h: np.ndarray) -> np.ndarray:
+    turns_h = config.rope_original_positions * frequencies_h / (2 * np.pi)
+    low, high = config.rope_low_freq_factor, config.rope_high_freq_factor
+    return np.clip((turns_h - low) / (high - low), 0.0, 1.0)
+
+
+def rotate(x_BLNH: Array, positions_BL: Array, frequencies_h: np.ndarray) -> Array:
     """Rotary position embedding over halves of the head (arXiv 2104.09864, in Hugging Face's layout)."""
-    half = x_BLNH.shape[-1] // 2
-    frequencies_h = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
     angles_BL1h = positions_BL.astype(jnp.float32)[:, :, None, None] * frequencies_h
     cos, sin = jnp.cos(angles_BL1h), jnp.sin(angles_BL1h)
     first, second = jnp.split(x_BLNH.astype(jnp.float32), 2, axis=-1)
@@ -96,14 +156,15 @@ class Attention(nnx.Module):
         self.out = Projection([c.heads, c.head_size], [c.d_model], rngs)
         self.query_norm = RMSNorm(c.head_size, c.norm_eps) if c.qk_norm else None
         self.key_norm = RMSNorm(c.head_size, c.norm_eps) if c.qk_norm else None
-        self.rope_theta = c.rope_theta
+        self.config = config  # a numpy array of frequencies here would make the graph unhashable
 
     def __call__(self, x_BLD: Array, positions_BL: Array, attend: Attend, cache: Any) -> tuple[Array, Any]:
         query_BLNH, key_BLKH, value_BLKH = self.query(x_BLD), self.key(x_BLD), self.value(x_BLD)
         if self.query_norm is not None and self.key_norm is not None:
             query_BLNH, key_BLKH = self.query_norm(query_BLNH), self.key_norm(key_BLKH)
-        query_BLNH = rotate(query_BLNH, positions_BL, self.rope_theta)
-        key_BLKH = rotate(key_BLKH, positions_BL, self.rope_theta)
+        frequencies_h = rope_frequencies(self.config)
+        query_BLNH = rotate(query_BLNH, positions_BL, frequencies_h)
+        key_BLKH = rotate(key_BLKH, positions_BL, frequencies_h)
         mixed_BLNH, cache = attend(query_BLNH, key_BLKH, value_BLKH, cache)
         return self.out(mixed_BLNH), cache
 
@@ -140,10 +201,11 @@ class Transformer(nnx.Module):
 
     def __init__(self, config: TransformerConfig, rngs: nnx.Rngs):
         scale = config.d_model**-0.5
-        self.embedding = nnx.Param(scale * jax.random.normal(rngs.params(), (config.vocab_size, config.d_model)))
+        self.embedding = nnx.Param(scale * jax.random.normal(rngs.params(), (config.vocab_rows, config.d_model)))
         self.layers = nnx.List([Layer(config, rngs) for _ in range(config.layers)])
         self.norm = RMSNorm(config.d_model, config.norm_eps)
-        self.head = None if config.tied_embeddings else Projection([config.d_model], [config.vocab_size], rngs)
+        self.head = None if config.tied_embeddings else Projection([config.d_model], [config.vocab_rows], rngs)
+        self.live_rows, self.vocab_rows = config.live_rows, config.vocab_rows
 
     def __call__(self, tokens_BL: Array, positions_BL: Array, segment_ids_BL: Array) -> Array:
         """Hidden states [B, L, D] of packed rows: causal within each segment, nothing across."""
@@ -165,9 +227,13 @@ class Transformer(nnx.Module):
         return self.norm(x_BLD), tuple(new_caches)
 
     def logits(self, hidden: Array) -> Array:
-        """Float32 logits [..., V] of hidden states [..., D]."""
+        """Float32 logits [..., V] of hidden states [..., D]; V = rows in memory, ids not live: finfo.min."""
         kernel_DV = self.embedding[...].T if self.head is None else self.head.kernel[...]
-        return jnp.matmul(hidden, kernel_DV, preferred_element_type=jnp.float32)
+        logits = jnp.matmul(hidden, kernel_DV, preferred_element_type=jnp.float32)
+        if self.live_rows == self.vocab_rows:
+            return logits
+        ids = jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
+        return jnp.where(ids < self.live_rows, logits, jnp.finfo(jnp.float32).min)
 
 
 def graph(config: TransformerConfig) -> nnx.GraphDef:
@@ -178,6 +244,12 @@ def graph(config: TransformerConfig) -> nnx.GraphDef:
 def param_shapes(config: TransformerConfig) -> dict[str, jax.ShapeDtypeStruct]:
     """Canonical name -> shape and dtype, without allocating anything."""
     return _flatten(nnx.to_pure_dict(nnx.split(_abstract(config), nnx.Param)[1]))
+
+
+def param_count(config: TransformerConfig) -> int:
+    """Numbers in the model, without the rows that padding adds."""
+    whole = dataclasses.replace(config, padded_vocab=0)
+    return sum(math.prod(shape.shape) for shape in param_shapes(whole).values())
 
 
 def init_params(config: TransformerConfig, key: Array) -> Params:
@@ -196,6 +268,14 @@ def bind(graphdef: nnx.GraphDef, params: Mapping[str, Array]) -> Transformer:
 def cast(params: Mapping[str, Array], dtype: Any) -> Params:
     """The same params in another dtype."""
     return {name: array.astype(dtype) for name, array in params.items()}
+
+
+def strip_rows(name: str, array: AnyArray, config: TransformerConfig) -> AnyArray:
+    """The parameter as the model has it, without the rows that padding added; on the host or inside a program."""
+    axis = VOCAB_AXIS.get(name)
+    if axis is None or array.shape[axis] == config.vocab_size:
+        return array
+    return array[: config.vocab_size] if axis == 0 else array[:, : config.vocab_size]
 
 
 @functools.cache

@@ -11,13 +11,14 @@ killed process left half written has another name and is removed at the next sta
 
 import io
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
+from areal_jax.models.transformer import TransformerConfig, param_shapes
 from areal_jax.trainer.state import TrainState
 
 Facts = dict[str, Any]  # JSON: {"version": 3, "model": {...}, "run": {...}}
@@ -92,6 +93,33 @@ class Checkpoints:
                 f"{differences}. Set these back to go on from it, choose another run.dir to start anew, or remove "
                 "that directory"
             )
+
+
+class SavedParams(Mapping[str, np.ndarray]):
+    """The params in the checkpoint directory of one version, whole and on the host, each read when it is asked for.
+
+    Optimizer and queue are not read. `version` and `model_config` are what the checkpoint says it is of.
+    """
+
+    def __init__(self, directory: pathlib.Path):
+        facts = ocp.Checkpointer(ocp.JsonCheckpointHandler()).restore(directory.absolute() / "facts")
+        self.version: int = facts["version"]
+        self.model_config = TransformerConfig(**facts["model"])
+        self._shapes = param_shapes(self.model_config)
+        self._directory = directory.absolute() / "state"
+        self._reader = ocp.Checkpointer(ocp.PyTreeCheckpointHandler())
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        wanted = {"params": {name: self._shapes[name]}}
+        places = {"params": {name: ocp.RestoreArgs(restore_type=np.ndarray)}}
+        arguments = ocp.args.PyTreeRestore(wanted, restore_args=places, partial_restore=True)
+        return self._reader.restore(self._directory, args=arguments)["params"][name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._shapes)
+
+    def __len__(self) -> int:
+        return len(self._shapes)
 
 
 def _to_bytes(columns: Mapping[str, np.ndarray]) -> np.ndarray:

@@ -79,7 +79,11 @@ class Journal:
         consuming, outcomes = step.version - 1, jax.device_get(step.outcomes)
         self._count_skipped(outcomes)
         line = step.numbers | batch_figures(step.batch, consuming, self._correct_reward)
-        line |= packing_figures(step.batch, step.minibatches) | update_figures(outcomes) | {"updates/skipped": self._skipped}
+        line |= (
+            packing_figures(step.batch, step.minibatches)
+            | update_figures(outcomes)
+            | {"updates/skipped": self._skipped}
+        )
         pairs = first_logprobs(step.minibatches, outcomes, recomputed_prox=self._recomputed_prox)
         self._writer.write(line | logprob_gap(pairs, consuming))
         self._check_skipped(consuming)

@@ -50,6 +50,9 @@ from areal_jax.types import Arrays, Trajectory
 
 log = logging.getLogger(__name__)
 
+# Params of version 0, made in these shapes, dtypes and shardings; the training state takes them over.
+ReadParams = Callable[[Mapping[str, jax.ShapeDtypeStruct]], Mapping[str, Array]]
+
 
 class Queue(Protocol):
     """The trajectory queue, which lives in the trainer's process."""
@@ -75,7 +78,7 @@ def train(
     config: Config,
     *,
     model_config: TransformerConfig,
-    params: Mapping[str, np.ndarray | Array],
+    read_params: ReadParams,
     queue: Queue,
     publisher: Publisher,
     open_log: Callable[[int], Writer],
@@ -83,12 +86,13 @@ def train(
 ) -> int:
     """Trains to `trainer.steps` versions, from the newest checkpoint of the run if there is one; returns the version.
 
-    `params` are those of version 0. `open_log` opens the step log of a run that stands at a version.
+    `read_params` gives those of version 0, and is called only by a run that begins. `open_log` opens the step log of a
+    run that stands at a version.
     """
     programs, layout = build(config, model_config)
     with contextlib.ExitStack() as stack:
         checkpoints = stack.enter_context(contextlib.closing(open_checkpoints(config)))
-        state, version = start(checkpoints, programs, facts(config, model_config, 0), params, queue)
+        state, version = start(checkpoints, programs, facts(config, model_config, 0), read_params, queue)
         log.info("compiling for microbatches of rows x tokens %s", layout.shapes)
         programs.compile(layout.shapes)
         log.info("ready at version %d, waiting for trajectories", version)
@@ -166,11 +170,12 @@ def start(
     checkpoints: Checkpoints,
     programs: Programs,
     wanted: Facts,
-    params: Mapping[str, np.ndarray | Array],
+    read_params: ReadParams,
     queue: Queue,
 ) -> tuple[TrainState, int]:
     """State and version of the newest checkpoint, whose queue is put back; or those of a run that begins."""
     if checkpoints.newest is None:
+        params = read_params(programs.abstract.params)
         return initial_state(params, programs.abstract, programs.optimizer), 0
     restored = checkpoints.restore(programs.abstract, wanted)
     queue.restore(restored.queue)

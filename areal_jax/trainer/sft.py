@@ -13,7 +13,7 @@ from jax import Array
 from areal_jax.algorithms.packing import make_layout, pack
 from areal_jax.config import TrainerConfig
 from areal_jax.models.transformer import TransformerConfig
-from areal_jax.trainer.state import TrainState, initial_state
+from areal_jax.trainer.state import TrainState, copies, initial_state
 from areal_jax.trainer.step import Minibatch, Outcome, build_programs, supervised_objective, update
 from areal_jax.types import Trajectory
 
@@ -39,7 +39,7 @@ def fit(
     layout = make_layout(
         config.row_buckets, max_length=max_length, token_budget=config.token_budget, shards=programs.shards
     )
-    state = initial_state(params, programs.abstract, programs.optimizer)
+    state = initial_state(copies(params, programs.abstract.params), programs.abstract, programs.optimizer)
     programs.compile(layout.shapes)
     for examples in batches:
         rows = pack([_example(*e) for e in examples], np.zeros(len(examples)), layout, version=0, max_staleness=0)

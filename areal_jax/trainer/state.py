@@ -1,7 +1,8 @@
 """The train state, where it lives, and the optimizer that moves it.
 
-In: the optimizer's section of the config, and params (from a model directory, or random). Out: `TrainState`, sharded at
-birth: no array ever exists whole on one device of a larger mesh. Called by the loop before its first step.
+In: the optimizer's section of the config, and params in their places: read from a model directory, copied, or random.
+Out: `TrainState`, sharded at birth: no array ever exists whole on one device of a larger mesh. Called by the loops
+before their first step.
 
 The weights and the optimizer's moments are float32, whatever the forward pass computes in.
 """
@@ -90,28 +91,37 @@ def shardings_of(abstract: Any) -> Any:
 
 
 def initial_state(
-    params: Mapping[str, np.ndarray | Array], abstract: TrainState, optimizer: optax.GradientTransformation
+    params: Mapping[str, Array], abstract: TrainState, optimizer: optax.GradientTransformation
 ) -> TrainState:
-    """The state of version 0 from given params, each put straight into its place, and a fresh optimizer.
+    """The state of version 0: params that are in their places, and a fresh optimizer.
+
+    It takes the params over, without a copy: the first update donates them. `copies` makes such ones of others.
+    """
+    for name, leaf in abstract.params.items():
+        array = params[name]
+        found = (array.shape, array.dtype, array.sharding)
+        assert found == (leaf.shape, leaf.dtype, leaf.sharding), f"{name} is not in its place: {found}, not {leaf}"
+    init = jax.jit(optimizer.init, out_shardings=shardings_of(abstract.opt_state))
+    return TrainState(dict(params), init(params))
+
+
+def copies(params: Mapping[str, np.ndarray | Array], places: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, Array]:
+    """The params once more, each straight in the dtype and the sharding of its place; the caller keeps the given ones.
 
     Raises ValueError when names or shapes are not those of the model.
     """
-    expected = {name: leaf.shape for name, leaf in abstract.params.items()}
+    expected = {name: place.shape for name, place in places.items()}
     given = {name: tuple(value.shape) for name, value in params.items()}
     if given != expected:
         wrong = sorted(name for name in expected.keys() | given.keys() if expected.get(name) != given.get(name))
         raise ValueError(
             f"params do not fit the model: {wrong[0]} has shape {given.get(wrong[0])} where the model has "
-            f"{expected.get(wrong[0])} ({len(wrong)} such names); is model.path a directory of this architecture?"
+            f"{expected.get(wrong[0])} ({len(wrong)} such names); they must be of the same architecture"
         )
-    placed = {name: _own(params[name], leaf) for name, leaf in abstract.params.items()}
-    init = jax.jit(optimizer.init, out_shardings=shardings_of(abstract.opt_state))
-    return TrainState(placed, init(placed))
-
-
-def _own(value: np.ndarray | Array, leaf: jax.ShapeDtypeStruct) -> Array:
-    """A float32 copy in its place: the first update donates it, so it must not be the caller's array."""
-    return jax.device_put(value.astype(leaf.dtype), leaf.sharding, may_alias=False)
+    return {
+        name: jax.device_put(params[name].astype(place.dtype), place.sharding, may_alias=False)
+        for name, place in places.items()
+    }
 
 
 def random_state(

@@ -68,3 +68,13 @@ def test_the_logits_of_all_tokens_never_exist():
     everything = R * L * config.vocab_size * 4
     assert temporary_bytes(64) < 0.3 * everything
     assert temporary_bytes(R * L) >= everything  # so the measure does see such an array
+
+
+@pytest.mark.parametrize("temperature", [0.1, 1.0, 10.0])
+def test_a_logit_of_the_smallest_float_means_no_probability_and_stays_finite(temperature):
+    """Of [0, min, 0]: log 1/2, entropy log 2; the masked token's is no NaN once a loss mask of 0 is put on it."""
+    logits = jnp.array([[0.0, jnp.finfo(jnp.float32).min, 0.0]] * 2)
+    logprobs, entropy = from_logits(logits, jnp.array([2, 1]), temperature=temperature)
+    np.testing.assert_allclose(logprobs[0], np.log(0.5), rtol=1e-6)
+    np.testing.assert_allclose(entropy, np.log(2.0), rtol=1e-6)
+    assert logprobs[1] < -1e37 and logprobs[1] * 0.0 == 0.0

@@ -1,3 +1,4 @@
+import dataclasses
 import pathlib
 
 import jax
@@ -5,27 +6,37 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from areal_jax.models import decode, huggingface, sharding
+from areal_jax.generation import sampling
+from areal_jax.generation.engine import Engine, EngineOptions, empty_requests
+from areal_jax.models import decode, sharding
+from areal_jax.models.huggingface import load_config
+from areal_jax.models.logprobs import from_logits, token_logprobs
+from areal_jax.models.safetensors_files import load_model
 from areal_jax.models.transformer import (
     TransformerConfig,
     bind,
     cast,
     graph,
     init_params,
+    param_count,
     param_shapes,
+    rope_frequencies,
     rotate,
+    strip_rows,
 )
 
 FAMILIES = {
-    "llama": {},
+    "llama": {"rope_type": "llama3", "rope_factor": 8.0, "rope_original_positions": 8},
+    "mistral": {"head_size": 6},
     "qwen2": {"qkv_bias": True, "tied_embeddings": True},
     "qwen3": {"qk_norm": True},
 }
+DEFAULT_MODEL = pathlib.Path(__file__).parents[2] / "configs" / "arithmetic_model"
 
 
 def config_of(family: str = "qwen3", **fields) -> TransformerConfig:
     shape = {"vocab_size": 32, "d_model": 16, "layers": 2, "heads": 4, "kv_heads": 2, "head_size": 8, "d_ff": 32}
-    return TransformerConfig(**shape | FAMILIES[family] | fields)
+    return TransformerConfig(**shape | {"family": family} | FAMILIES[family] | fields)
 
 
 def random_params(config: TransformerConfig, seed: int = 0) -> dict[str, jax.Array]:
@@ -79,7 +90,11 @@ def test_prefill_and_decode_give_the_logits_of_the_full_forward(family):
 
 def test_rotation_depends_on_distance_only():
     x, y = jax.random.normal(jax.random.key(0), (2, 1, 1, 1, 8))
-    score = lambda a, b: jnp.sum(rotate(x, jnp.array([[a]]), 100.0) * rotate(y, jnp.array([[b]]), 100.0))  # noqa: E731
+    frequencies = rope_frequencies(config_of(rope_theta=100.0))
+
+    def score(a: int, b: int) -> jax.Array:
+        return jnp.sum(rotate(x, jnp.array([[a]]), frequencies) * rotate(y, jnp.array([[b]]), frequencies))
+
     np.testing.assert_allclose(score(3, 1), score(13, 11), rtol=1e-5)
     assert abs(score(3, 1) - score(3, 2)) > 1e-3
 
@@ -136,51 +151,131 @@ def test_a_mesh_that_does_not_fit_is_refused_with_the_remedy():
         sharding.param_shardings(param_shapes(config), mesh)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_the_hugging_face_format_gives_back_the_same_bits(family, tmp_path):
-    config = config_of(family)
+def test_rope_frequencies_by_hand():
+    """head 8, theta 10^4: 1, 0.1, 0.01, 0.001 radians a position; 2 pi * 100 original positions: 100, 10, 1, 0.1 turns.
+
+    llama3 with factor 8, low 1 and high 19: more than 19 turns are kept, at most 1 divided by 8, and 10 turns lie half
+    way: (0.1 + 0.0125) / 2 = 0.05625.
+    """
+    plain = config_of(rope_theta=1e4)
+    np.testing.assert_allclose(rope_frequencies(plain), [1, 0.1, 0.01, 0.001], rtol=1e-6)
+    linear = dataclasses.replace(plain, rope_type="linear", rope_factor=4.0)
+    np.testing.assert_allclose(rope_frequencies(linear), [0.25, 0.025, 0.0025, 0.00025], rtol=1e-6)
+    llama3 = dataclasses.replace(
+        plain, rope_type="llama3", rope_factor=8.0, rope_low_freq_factor=1.0, rope_high_freq_factor=19.0,
+        rope_original_positions=2 * np.pi * 100,
+    )  # fmt: skip
+    np.testing.assert_allclose(rope_frequencies(llama3), [1, 0.05625, 0.00125, 0.000125], rtol=1e-6)
+
+
+# A vocabulary that is padded, or larger than the tokenizer's.
+
+
+def padded(params, config: TransformerConfig) -> dict[str, jax.Array]:
+    """The params with zeros where the config has more rows."""
+    wide = param_shapes(config)
+    more = {name: [(0, w - n) for w, n in zip(wide[name].shape, params[name].shape, strict=True)] for name in wide}
+    return {name: jnp.pad(params[name], more[name]) for name in wide}
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2"])  # untied and tied
+def test_padding_goes_on_and_comes_off(family):
+    config = config_of(family, padded_vocab=40)
+    params = random_params(dataclasses.replace(config, padded_vocab=0))
+    wide = padded(params, config)
+    assert {name: array.shape for name, array in wide.items()} == {n: s.shape for n, s in param_shapes(config).items()}
+    for name, array in wide.items():
+        np.testing.assert_array_equal(strip_rows(name, array, config), params[name])
+    assert param_count(config) == sum(array.size for array in params.values())
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+def test_ids_that_are_not_live_have_no_mass_and_no_gradient(family, temperature):
+    """Log-probabilities, entropy and gradients are those of a vocabulary that ends at the last live id."""
+    config = config_of(family, padded_vocab=40, live_vocab=30)
+    short = dataclasses.replace(config, vocab_size=30, padded_vocab=0, live_vocab=0)
     params = random_params(config)
-    huggingface.save_model(tmp_path, config, params)
-    again, loaded = huggingface.load_model(tmp_path)
-    assert again == config and loaded.keys() == params.keys()
-    for name, array in params.items():
-        np.testing.assert_array_equal(loaded[name], array)
+    tokens, positions, segments = rows([1, 2, 3, 29, 5, 6])
+
+    def loss(params, config):
+        model = bind(graph(config), params)
+        hidden = model(tokens, positions, segments)
+        logprobs, entropy = token_logprobs(model, hidden, tokens, temperature=temperature, chunk=2)
+        return jnp.sum(logprobs * jnp.arange(6)) + jnp.sum(entropy**2), (logprobs, entropy)
+
+    gradients, found = jax.grad(loss, has_aux=True)(params, config)
+    cut = {name: strip_rows(name, array, short) for name, array in params.items()}
+    expected_gradients, expected = jax.grad(loss, has_aux=True)(cut, short)
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+    for name, gradient in gradients.items():
+        np.testing.assert_allclose(strip_rows(name, gradient, short), expected_gradients[name], rtol=1e-3, atol=1e-4)
+    assert np.abs(gradients["embedding"][:30]).max() > 0.01
+    assert not gradients["embedding"][30:].any()
+    assert family == "qwen2" or not gradients["head.kernel"][:, 30:].any()
+
+
+def test_ids_that_are_not_live_are_never_sampled():
+    """Their logits would be the largest by far, were they not masked."""
+    config = config_of(padded_vocab=40, live_vocab=30, tied_embeddings=True)
+    params = random_params(config)
+    params["embedding"] = params["embedding"].at[30:].set(100.0)
+    model = bind(graph(config), params)
+    logits_SV = jnp.tile(model.logits(model(*rows([1, 2, 3]))[:, -1]), (2000, 1))
+    slots = jnp.arange(2000, dtype=jnp.uint32)
+    keys = sampling.request_keys(slots, slots, slots)
+    for temperature in (0.0, 0.3, 1.0, 100.0):
+        tokens, logprobs = sampling.sample(logits_SV, keys, jnp.zeros(2000, jnp.int32), jnp.full(2000, temperature))
+        assert tokens.max() < 30 and np.isfinite(logprobs).all()
+        expected, _ = from_logits(logits_SV[:, :30], tokens, temperature=temperature or 1.0)
+        np.testing.assert_allclose(logprobs, expected, atol=1e-5)
+    assert len(set(np.asarray(tokens).tolist())) == 30  # the last temperature makes all live ones likely
+
+
+def test_the_engine_makes_no_token_that_is_not_live():
+    config = config_of(padded_vocab=40, live_vocab=30, tied_embeddings=True)
+    params = random_params(config)
+    params["embedding"] = params["embedding"].at[30:].set(100.0)
+    engine = Engine(
+        config, EngineOptions(slots=4, max_length=32, decode_steps=28, prefill_rows=4, length_buckets=(32,))
+    )
+    weights = engine.load(params, version=0)
+    requests = empty_requests(4)
+    requests.row[:], requests.length[:], requests.prompt_length[:] = range(4), 3, 3
+    requests.limit[:], requests.temperature[:], requests.uid[:] = 32, 20.0, range(4)
+    state = engine.admit(weights, engine.init_decode_state(), [np.array([1, 2, 3], np.int32)] * 4, requests)
+    _, decoded = engine.decode(weights, state, 32)
+    assert decoded.count.min() == 28 and decoded.tokens.max() < 30
+    assert np.isfinite(decoded.logprobs).all() and len(set(np.asarray(decoded.tokens).flat)) > 20
+
+
+def test_the_default_model_fits_a_tensor_axis_that_does_not_divide_its_97_words():
+    params = load_model(DEFAULT_MODEL)[1]
+    mesh = sharding.make_mesh({"data": 2, "fsdp": 2, "tensor": 2})
+    whole, wide = load_config(DEFAULT_MODEL), load_config(DEFAULT_MODEL, vocab_multiple=2)
+    assert (whole.vocab_rows, wide.vocab_rows, wide.vocab_size) == (97, 98, 97)
+    with pytest.raises(ValueError, match="has 97 along its vocab axis, which the mesh axis tensor=2 must divide"):
+        sharding.param_shardings(params, mesh)
+    placed = jax.device_put(padded(params, wide), sharding.param_shardings(padded(params, wide), mesh))
+    tokens = jax.random.randint(jax.random.key(0), (8, 12), 0, 97)
+
+    def logprobs(params, config):
+        model = bind(graph(config), params)
+        hidden = model(tokens, jnp.tile(jnp.arange(12), (8, 1)), jnp.ones((8, 12), jnp.int32))
+        return token_logprobs(model, hidden, tokens, temperature=0.7, chunk=32)
+
+    found = jax.jit(logprobs, static_argnums=1)(placed, wide)
+    np.testing.assert_allclose(found, logprobs(jax.tree.map(jnp.asarray, params), whole), atol=1e-4)
 
 
 @pytest.mark.parametrize(
-    ("edit", "message"),
+    ("fields", "message"),
     [
-        ({"model_type": "mamba"}, "model_type='mamba' is not supported; supported are llama, qwen2, qwen3"),
-        ({"rope_scaling": {"rope_type": "yarn"}}, "rope type='yarn' is not supported"),
-        ({"use_sliding_window": True}, "use_sliding_window=True is not supported"),
-        ({"num_hidden_layers": 3}, "lack model.layers.2"),
-        ({"num_hidden_layers": 1}, "tensors that this model has no place for"),
+        ({"live_vocab": 33}, "live_vocab=33 must be between 0 .* and vocab_size=32"),
+        ({"padded_vocab": 31}, "padded_vocab=31 must not be below vocab_size=32"),
+        ({"rope_type": "yarn"}, "rope_type='yarn' is not supported"),
     ],
 )
-def test_what_the_model_cannot_express_is_refused_by_name(edit, message, tmp_path):
-    import json
-
-    config = config_of()
-    huggingface.save_model(tmp_path, config, random_params(config))
-    file = tmp_path / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | edit))
+def test_a_config_that_cannot_be_is_refused(fields, message):
     with pytest.raises(ValueError, match=message):
-        huggingface.load_model(tmp_path)
-
-
-def test_a_missing_model_says_what_was_looked_for(tmp_path):
-    with pytest.raises(FileNotFoundError, match="no config.json there; give a directory in the Hugging Face format"):
-        huggingface.load_model(tmp_path / "nowhere")
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_logits_are_those_of_hugging_face_transformers(family):
-    """Against files that `make_golden.py` wrote with torch and transformers."""
-    directory = pathlib.Path(__file__).parent / "golden" / family
-    config, params = huggingface.load_model(directory)
-    golden = np.load(directory / "logits.npz")
-    model = bind(graph(config), {name: jnp.asarray(array) for name, array in params.items()})
-    tokens_BL = jnp.asarray(golden["tokens"])
-    positions_BL = jnp.broadcast_to(jnp.arange(tokens_BL.shape[1]), tokens_BL.shape)
-    logits = model.logits(model(tokens_BL, positions_BL, jnp.ones_like(tokens_BL)))
-    np.testing.assert_allclose(logits, golden["logits"], rtol=1e-4, atol=1e-4 * np.abs(golden["logits"]).max())
+        config_of(**fields)

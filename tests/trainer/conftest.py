@@ -90,4 +90,9 @@ def make_programs():
 @pytest.fixture
 def fresh_state(params):
     """A new train state of the same params for some programs."""
-    return lambda programs: state.initial_state(params, programs.abstract, programs.optimizer)
+
+    def make(programs):
+        mine = state.copies(params, programs.abstract.params)
+        return state.initial_state(mine, programs.abstract, programs.optimizer)
+
+    return make

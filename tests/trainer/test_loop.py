@@ -7,7 +7,7 @@ import pytest
 
 from areal_jax import compilation
 from areal_jax.config import build
-from areal_jax.trainer import loop
+from areal_jax.trainer import loop, state
 from areal_jax.trajectory_queue import TrajectoryQueue
 
 GROUP = 4
@@ -74,6 +74,10 @@ class Run:
 
         self.queue.get = recording_get
 
+    def read_params(self, places):
+        assert self.params is not None, "a run that goes on from a checkpoint reads no params"
+        return state.copies(self.params, places)
+
     def open_log(self, version):
         self.opened_at = version
         return self.lines
@@ -83,7 +87,7 @@ class Run:
         return loop.train(
             self.config,
             model_config=self.model_config,
-            params=self.params,
+            read_params=self.read_params,
             queue=self.queue,
             publisher=self.publisher,
             open_log=self.open_log,
@@ -151,7 +155,7 @@ def test_resumed_run_trains_every_prompt_exactly_once(tmp_path, uninterrupted, m
 
     with pytest.raises(RuntimeError, match="killed"):
         first.train(crash)
-    second = Run(config, model_config, params)
+    second = Run(config, model_config, None)
     progress = []
 
     def arrive(version):

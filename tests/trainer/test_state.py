@@ -80,7 +80,7 @@ def assert_in_place(made, abstract):
 
 def test_state_is_born_in_its_shards(sharded, params, model_config):
     abstract, optimizer = sharded
-    made = state.initial_state(params, abstract, optimizer)
+    made = state.initial_state(state.copies(params, abstract.params), abstract, optimizer)
     assert_in_place(made, abstract)
     assert_in_place(state.random_state(model_config, abstract, optimizer, 0), abstract)
     moment = optax.tree.get(made.opt_state, "mu")["layers.0.feed_forward.up.kernel"]
@@ -101,7 +101,16 @@ def test_random_state_does_not_depend_on_the_mesh(sharded, model_config):
 
 
 def test_params_of_another_model_are_refused(sharded, params):
-    abstract, optimizer = sharded
+    abstract, _ = sharded
     for wrong in ({**params, "norm.scale": np.ones(7)}, {k: v for k, v in params.items() if k != "norm.scale"}):
         with pytest.raises(ValueError, match=r"norm.scale has shape (\(7,\)|None) where the model has \(16,\)"):
-            state.initial_state(wrong, abstract, optimizer)
+            state.copies(wrong, abstract.params)
+
+
+def test_the_state_takes_its_params_over_without_a_copy(sharded, params):
+    abstract, optimizer = sharded
+    mine = state.copies(params, abstract.params)
+    made = state.initial_state(mine, abstract, optimizer)
+    assert all(made.params[name] is mine[name] for name in params)
+    with pytest.raises(AssertionError, match="embedding is not in its place"):
+        state.initial_state({**mine, "embedding": jax.device_put(params["embedding"])}, abstract, optimizer)

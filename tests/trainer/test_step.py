@@ -10,7 +10,7 @@ from areal_jax import compilation
 from areal_jax.algorithms import packing
 from areal_jax.models import logprobs, transformer
 from areal_jax.trainer import step
-from areal_jax.trainer.state import initial_state
+from areal_jax.trainer.state import copies, initial_state
 
 LENGTH, BUDGET = 32, 64  # two rows of 32 tokens on one device
 
@@ -258,7 +258,7 @@ def test_exported_copy_outlives_the_donated_state(trajectories, params, make_pro
 def test_params_handed_in_outlive_the_donated_state(trajectories, params, make_programs, make_minibatch):
     programs = make_programs()
     given = jax.device_put(params, jax.devices()[0])
-    state = initial_state(given, programs.abstract, programs.optimizer)
+    state = initial_state(copies(given, programs.abstract.params), programs.abstract, programs.optimizer)
     step.update(programs, state, make_minibatch(trajectories, LENGTH, BUDGET))
     for name, value in params.items():
         np.testing.assert_array_equal(given[name], value)
