@@ -11,10 +11,15 @@ import importlib
 import importlib.util
 import json
 import pathlib
+import re
 import typing
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from ml_collections import ConfigDict
+
+DATA_FILES = (".jsonl", ".json", ".parquet", ".jsonl.gz", ".json.gz")
+HUB = "hub:"  # begins the name of a data set on the Hugging Face Hub
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,11 +55,12 @@ class DataConfig:
 class RewardConfig:
     """The verifier and what its verdict is worth: reward = incorrect + verdict * (correct - incorrect)."""
 
-    function: str = "areal_jax.rewards.math_answer:last_number_matches"
+    function: str = "areal_jax.rewards.math_verdict:answers_match"
     correct: float = 5.0
     incorrect: float = -5.0
+    cut_off: Literal["judge", "wrong"] = "judge"  # a completion that does not end within max_new_tokens
     workers: int = 1
-    timeout_s: float = 10.0  # for each verdict
+    timeout_s: float = 5.0  # for each verdict
     memory_gb: float = 2.0  # of address space for each worker beyond what its imports took
     sandbox: Literal["limits", "bubblewrap"] = "limits"  # bubblewrap: no network, no writable file, no other process
 
@@ -165,8 +171,8 @@ class EvaluationConfig:
     every: int = 20  # versions; 0 = only before and after
     prompts: int = 256  # the first ones of the source; 0 = all of a finite one
     samples: int = 1  # per prompt; the paper's avg@32 takes 32
-    temperature: float = 1.0
-    max_new_tokens: int = 0  # 0: rollout.max_new_tokens
+    temperature: float = 1.0  # 0 = greedy, with one sample
+    max_new_tokens: int = 0  # 0: rollout.max_new_tokens; if more than that, the servers' caches grow to hold it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -199,6 +205,16 @@ class Config:
     def max_length(self) -> int:
         """Tokens of the longest possible sequence, prompt and completion."""
         return self.data.max_prompt_tokens + self.rollout.max_new_tokens
+
+    @property
+    def eval_max_new_tokens(self) -> int:
+        """Most tokens of a completion in evaluation."""
+        return self.eval.max_new_tokens or self.rollout.max_new_tokens
+
+    @property
+    def cache_length(self) -> int:
+        """Tokens that a slot of a generation server must hold, for rollouts and for evaluation."""
+        return self.data.max_prompt_tokens + max(self.rollout.max_new_tokens, self.eval_max_new_tokens)
 
     @property
     def run_dir(self) -> pathlib.Path:
@@ -281,10 +297,7 @@ def check(config: Config) -> None:
 
     Needs no device: what depends on the mesh is checked by the trainer before it compiles anything.
     """
-    for path, value, least in _bounds(config):
-        if value < least:
-            raise ValueError(f"config.{path}={value} must be at least {least}")
-    _check_files(config)
+    _check_evaluation(config, {"data.train": config.data.train, "eval.data": config.eval.data})
     if config.trainer.prompts_per_step % config.trainer.objective.minibatches:
         raise ValueError(
             f"config.trainer.prompts_per_step={config.trainer.prompts_per_step} must be a multiple of "
@@ -305,15 +318,36 @@ def check(config: Config) -> None:
     if config.rollout.temperature == 0:
         raise ValueError("config.rollout.temperature=0 samples greedily, which gives no gradient; 1.0 is the paper's")
     _check_advantages(config)
-    if config.eval.samples > config.generation.max_waiting:
-        raise ValueError(
-            f"config.eval.samples={config.eval.samples} exceeds config.generation.max_waiting="
-            f"{config.generation.max_waiting}, so that no server would ever take the request; raise the latter"
-        )
     if config.rollout.group_size > config.generation.max_waiting:
         raise ValueError(
             f"config.rollout.group_size={config.rollout.group_size} exceeds "
             f"config.generation.max_waiting={config.generation.max_waiting}; raise the latter"
+        )
+
+
+def check_evaluation(config: Config) -> None:
+    """As `check`, for an evaluation alone: of what only training needs nothing is asked."""
+    _check_evaluation(config, {"eval.data": config.eval.data})
+
+
+def _check_evaluation(config: Config, data: Mapping[str, str]) -> None:
+    """`data` are the prompt sources that must be there, by key."""
+    for path, value, least in _bounds(config):
+        if value < least:
+            raise ValueError(f"config.{path}={value} must be at least {least}")
+    _check_files(config, data)
+    if config.eval.temperature == 0 and config.eval.samples > 1:
+        raise ValueError(
+            f"config.eval.temperature=0 takes the most likely token, so that all config.eval.samples="
+            f"{config.eval.samples} of a prompt would be the same; set eval.samples=1, or a temperature"
+        )
+    buckets = config.generation.length_buckets
+    if buckets and max(buckets) < config.cache_length:
+        raise ValueError(
+            f"config.generation.length_buckets={buckets} end below the longest sequence, {config.cache_length} tokens "
+            f"(data.max_prompt_tokens={config.data.max_prompt_tokens} + the larger of rollout.max_new_tokens="
+            f"{config.rollout.max_new_tokens} and eval.max_new_tokens={config.eval.max_new_tokens}); add a bucket "
+            f"of at least {config.cache_length}"
         )
 
 
@@ -351,6 +385,7 @@ def _bounds(config: Config) -> list[tuple[str, float, float]]:
         ("eval.every", config.eval.every, 0),
         ("eval.prompts", config.eval.prompts, 0),
         ("eval.max_new_tokens", config.eval.max_new_tokens, 0),
+        ("eval.temperature", config.eval.temperature, 0),
         ("reward.timeout_s", config.reward.timeout_s, 0),
         ("reward.memory_gb", config.reward.memory_gb, 0),
         ("eval.samples", config.eval.samples, 1),
@@ -358,30 +393,70 @@ def _bounds(config: Config) -> list[tuple[str, float, float]]:
     ]
 
 
-def _check_files(config: Config) -> None:
-    for path, value in (
-        ("model.path", config.model.path),
-        ("data.train", config.data.train),
-        ("eval.data", config.eval.data),
-    ):
+def _check_files(config: Config, data: Mapping[str, str]) -> None:
+    for path, value in (("model.path", config.model.path), *data.items()):
         if not value:
             raise ValueError(f"config.{path} is not set; a config file under configs/ shows what it may be")
-    model = pathlib.Path(config.model.path)
-    if not model.is_dir():
+    if not pathlib.Path(config.model.path).expanduser().is_dir() and not is_hub_id(config.model.path):
+        raise FileNotFoundError(no_model_directory(config.model.path))
+    if config.model.shape and not pathlib.Path(config.model.shape).is_file():
         raise FileNotFoundError(
-            f"config.model.path={config.model.path}: no such directory; give one in the Hugging Face format "
-            "(config.json, tokenizer.json, *.safetensors)"
+            f"config.model.shape={config.model.shape}: no such file; give the config.json that the model must agree "
+            "with, or leave it empty"
         )
-    for key, value in (("data.train", config.data.train), ("eval.data", config.eval.data)):
-        if ":" not in value and not pathlib.Path(value).is_file():
-            raise FileNotFoundError(f'config.{key}={value}: no such file; give a .jsonl file or "module:factory"')
-    for key, value in (
-        ("data.train", config.data.train),
-        ("eval.data", config.eval.data),
-        ("reward.function", config.reward.function),
-    ):
-        if ":" in value:
-            resolve(value, key)
+    for key, value in data.items():
+        _check_data(key, value)
+    if ":" in config.reward.function:
+        resolve(config.reward.function, "reward.function")
+
+
+def _check_data(key: str, spec: str) -> None:
+    """Whether a data set can be there: a file, a factory, or a hub name, which is looked up only when it is read."""
+    if spec.startswith(HUB):
+        return
+    if spec.endswith(DATA_FILES):
+        if not pathlib.Path(spec).is_file():
+            raise FileNotFoundError(f"config.{key}={spec}: no such file (looked for {pathlib.Path(spec).absolute()})")
+    elif ":" in spec:
+        resolve(spec, key)
+    else:
+        raise ValueError(
+            f'config.{key}={spec!r} must be a {", ".join(DATA_FILES)} file, "{HUB}NAME[:CONFIG][:SPLIT]" or '
+            '"module:factory"'
+        )
+
+
+def check_packages(config: Config) -> None:
+    """Raises ValueError for an optional package that a run of this config needs, and a plan of it does not."""
+    for key, spec in (("data.train", config.data.train), ("eval.data", config.eval.data)):
+        if spec.startswith(HUB):
+            require("datasets", "a data set of the Hugging Face Hub", key)
+        elif spec.endswith(".parquet"):
+            require("pyarrow", "a .parquet file", key)
+
+
+def require(package: str, what: str, key: str) -> None:
+    """Raises ValueError naming the config key and the pip command when an optional package is not installed."""
+    if importlib.util.find_spec(package) is None:
+        raise ValueError(
+            f"config.{key}: {what} needs the package {package}, which is not installed: pip install {package}"
+        )
+
+
+HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?")
+
+
+def is_hub_id(path: str) -> bool:
+    """Whether a model.path means a repository on the hub, "org/name" or "org/name@revision", and not a directory."""
+    return HUB_ID.fullmatch(path) is not None and path[0] not in ".~" and not pathlib.Path(path).exists()
+
+
+def no_model_directory(path: str) -> str:
+    """The error text for a model.path that is neither a directory nor the id of a model on the hub."""
+    return (
+        f"config.model.path={path}: no such directory; give one in the Hugging Face format (config.json, "
+        'tokenizer.json, *.safetensors), or the id of a model on the hub ("org/name" or "org/name@revision")'
+    )
 
 
 def resolve(spec: str, key: str) -> Any:

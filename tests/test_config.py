@@ -1,10 +1,20 @@
 import dataclasses
+import importlib.util
 import json
 
 import pytest
 
 from areal_jax import config as config_lib
-from areal_jax.config import Config, build, check, default_config, get_config, to_json
+from areal_jax.config import (
+    Config,
+    EvaluationConfig,
+    build,
+    check,
+    check_evaluation,
+    default_config,
+    get_config,
+    to_json,
+)
 
 
 def test_the_defaults_are_the_papers_recipe():
@@ -51,6 +61,30 @@ def test_an_unknown_key_names_its_nearest_neighbour():
     assert "config.trainer.optimizer.lr" in config_lib.unknown_key("trainer.lr")
 
 
+def test_a_longer_evaluation_needs_a_longer_cache_and_no_more_of_the_trainer():
+    config = Config(eval=EvaluationConfig(max_new_tokens=30000))
+    assert (config.max_length, config.eval_max_new_tokens, config.cache_length) == (28672, 30000, 31024)
+    config = Config(eval=EvaluationConfig(max_new_tokens=100))
+    assert (config.max_length, config.eval_max_new_tokens, config.cache_length) == (28672, 100, 28672)
+    assert Config().eval_max_new_tokens == Config().rollout.max_new_tokens
+
+
+def test_an_evaluation_alone_asks_for_nothing_of_training(tmp_path):
+    config = default_config()
+    config.model.path = str(tmp_path)
+    config.eval.data = config.reward.function = "areal_jax.config:get_config"
+    config.trainer.token_budget = 1
+    check_evaluation(build(config))
+    with pytest.raises(ValueError, match="config.data.train is not set"):
+        check(build(config))
+    config.eval.samples, config.eval.temperature = 8, 0.0
+    with pytest.raises(ValueError, match=r"eval.temperature=0 takes the most likely token.*eval.samples=8.*the same"):
+        check_evaluation(build(config))
+    config.eval.samples, config.eval.data = 1, ""
+    with pytest.raises(ValueError, match="config.eval.data is not set"):
+        check_evaluation(build(config))
+
+
 @pytest.mark.parametrize(
     ("path", "value", "message"),
     [
@@ -67,9 +101,14 @@ def test_an_unknown_key_names_its_nearest_neighbour():
         ("rollout.temperature", 0.0, "samples greedily"),
         ("rollout.top_p", 0.8, "truncated distribution.*only top_p=1 and top_k=0 train"),
         ("rollout.top_k", 50, "only top_p=1 and top_k=0 train"),
-        ("eval.samples", 5000, "no server would ever take the request"),
+        ("eval.temperature", -1.0, "config.eval.temperature=-1.0 must be at least 0"),
+        ("eval.max_new_tokens", -1, "config.eval.max_new_tokens=-1 must be at least 0"),
+        ("generation.length_buckets", (512, 28671), "end below the longest sequence, 28672 tokens.*of at least 28672"),
         ("model.path", "/nowhere", "no such directory"),
         ("data.train", "nowhere.jsonl", "no such file"),
+        ("data.train", "nowhere.json", r"config.data.train=nowhere.json: no such file \(looked for /"),
+        ("data.train", "nowhere.parquet", "no such file"),
+        ("eval.data", "data.csv", r"config.eval.data='data.csv' must be a .jsonl, .json, .*file, .hub:NAME"),
         ("data.train", "areal_jax.rollout.nothing:x", "nothing"),
         ("reward.function", "areal_jax.config:nothing", "has no 'nothing'"),
     ],
@@ -88,3 +127,54 @@ def test_bad_values_are_refused_with_the_rule(path, value, message, tmp_path):
     section[key] = value
     with pytest.raises((ValueError, FileNotFoundError), match=message):
         check(build(values))
+
+
+@pytest.mark.parametrize(
+    ("path", "is_id"),
+    [
+        ("Qwen/Qwen2.5-1.5B-Instruct", True),
+        ("org/name@v1.0", True),
+        ("org/name@refs/pr/1", True),
+        ("name", False),
+        ("a/b/c", False),
+        ("/org/name", False),
+        ("./name", False),
+        ("~/name", False),
+        ("org/name@", False),
+        ("org/", False),
+    ],
+)
+def test_a_hub_id_is_told_from_a_directory_by_its_form(path, is_id):
+    assert config_lib.is_hub_id(path) == is_id
+
+
+def test_what_is_on_the_disk_is_no_hub_id(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert config_lib.is_hub_id("org/name")
+    (tmp_path / "org" / "name").mkdir(parents=True)
+    assert not config_lib.is_hub_id("org/name")
+
+
+def test_a_shape_that_is_no_file_is_named(tmp_path):
+    config = default_config()
+    config.model.path, config.model.shape = str(tmp_path), "nowhere.json"
+    config.data.train = config.eval.data = config.reward.function = "areal_jax.config:get_config"
+    with pytest.raises(FileNotFoundError, match=r"config.model.shape=nowhere.json: no such file"):
+        check(build(config))
+
+
+@pytest.mark.parametrize(("package", "spec"), [("datasets", "hub:openai/gsm8k:main"), ("pyarrow", "train.parquet")])
+def test_a_data_set_whose_package_is_missing_is_refused_with_the_command(tmp_path, monkeypatch, package, spec):
+    (tmp_path / "train.parquet").write_bytes(b"")
+    monkeypatch.chdir(tmp_path)
+    config = default_config()
+    config.model.path = str(tmp_path)
+    config.eval.data = config.reward.function = "areal_jax.config:get_config"
+    config.data.train = spec
+    check(build(config))  # as for --dry_run
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == package else find_spec(name))
+    with pytest.raises(ValueError, match=f"config.data.train: .* needs the package {package}.*: pip install {package}"):
+        config_lib.check_packages(build(config))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object() if name == package else find_spec(name))
+    config_lib.check_packages(build(config))

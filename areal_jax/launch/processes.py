@@ -123,14 +123,16 @@ def _wait(children: Sequence[Child], interrupted: Callable[[], bool], display: D
 
 
 @contextlib.contextmanager
-def exclusive(directory: pathlib.Path) -> Iterator[None]:
-    """Holds the run's directory. Raises ValueError when another run does."""
+def exclusive(
+    directory: pathlib.Path, *, setting: str = "run.dir", remedy: str = "--config.run.dir or --config.run.name"
+) -> Iterator[None]:
+    """Holds a run's directory, which `setting` names. Raises ValueError when another run does."""
     directory.mkdir(parents=True, exist_ok=True)
     with (directory / ".lock").open("w") as lock:
         if not _locked(lock):
             raise ValueError(
-                f"run.dir={directory} belongs to a run that is going on; wait for it, or give this one "
-                "another --config.run.dir or --config.run.name"
+                f"{setting}={directory} belongs to a run that is going on; wait for it, or give this one another "
+                f"{remedy}"
             )
         yield
 

@@ -1,0 +1,210 @@
+"""What a run will need, before it starts: parameters, and bytes for each device and for the host.
+
+In: a checked config, and the shape of its model (`config.json` of the model directory, or `model.shape` when the model
+is not on this machine). Out: numbers, and a report for people. Called by `main --dry_run`. Waits for nobody: no device
+is touched and nothing is downloaded.
+
+What has a fixed size is counted exactly, as the arrays that trainer and generation server hold. What the compiler
+decides is estimated, and the report says so:
+
+    activations    tokens of a microbatch * layers * b * (4 D + 3 (N + 2 K) H + 5 F)
+    scores         tokens of a microbatch * layers * N * row length * (4 + b)
+
+with b bytes of the forward pass's dtype, D model, N query heads, K key/value heads, H head size, F feed-forward. The
+factors were fitted to XLA's own `memory_analysis` on the CPU, float32; tests/launch/test_plan.py holds them to a
+factor of 1.5 there.
+"""
+
+import functools
+import math
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, NamedSharding
+
+from areal_jax import hub
+from areal_jax.algorithms.packing import Layout, make_layout
+from areal_jax.config import Config
+from areal_jax.launch import roles
+from areal_jax.models import decode, sharding, transformer
+from areal_jax.models.huggingface import load_config
+from areal_jax.models.transformer import TransformerConfig
+from areal_jax.trainer import state
+
+FLOAT32 = 4
+SLOT_STATE = 41  # bytes of a slot beside its tokens and cache: lengths, limit, stop tokens, key
+LOGIT_ARRAYS = 4  # float32 [tokens, vocabulary] that live at once: logits, scaled, probabilities, a gradient
+VERSIONS_ON_HOST = 3  # files of weights: the newest, the one before, and the one that is being written
+
+ESTIMATED = (
+    "gradients of a microbatch",
+    "weights as computed with",
+    "activations",
+    "attention scores, by row length squared",
+    "logits of a chunk",
+    "prefill",
+    "logits",
+)
+
+
+def find_model_config(config: Config) -> TransformerConfig | None:
+    """The shape of the model; None when it is neither on this machine nor given as `model.shape`.
+
+    Raises ValueError when the model is here and not of the shape that the config gives.
+    """
+    if hub.find_model(config.model.path) is not None:
+        return roles.model_config(config)
+    if not config.model.shape:
+        return None
+    return load_config(pathlib.Path(config.model.shape), vocab_multiple=max(1, config.trainer.mesh.tensor))
+
+
+def report(config: Config, *, devices: int = 0) -> str:
+    """The plan as text. `devices` is how many the trainer has; 0 = as many as its mesh needs, with data=-1 as 1."""
+    model = find_model_config(config)
+    if model is None:
+        return (
+            f"model {config.model.path}: not on this machine, so its parameters and memory are not known; set "
+            "model.shape to its config.json, or give model.path as a directory that has one"
+        )
+    mesh = abstract_mesh(config, devices)
+    assumed = "; data=-1 taken as 1, --devices=N says how many" if not devices and -1 in _mesh_sizes(config) else ""
+    axes = " x ".join(f"{axis}={mesh.shape[axis]}" for axis in sharding.AXES)
+    servers = len(config.generation.addresses)
+    sections = [
+        _count_text(config, model),
+        _section(f"trainer, on each of {mesh.size} device(s) ({axes}{assumed})", trainer_bytes(config, model, mesh)),
+        _section(f"generation, on the device of each of {servers} server(s)", generator_bytes(config, model)),
+        _section("host", host_bytes(config, model)),
+        "~ marks estimates; their formulas, and what is counted exactly, are in areal_jax/launch/plan.py",
+    ]
+    return "\n".join(sections)
+
+
+def count(model: TransformerConfig) -> tuple[int, int]:
+    """Parameters, and how many of them are embeddings or the head on the vocabulary."""
+    sizes = {name: math.prod(leaf.shape) for name, leaf in transformer.param_shapes(model).items()}
+    return sum(sizes.values()), sum(size for name, size in sizes.items() if name in ("embedding", "head.kernel"))
+
+
+def trainer_bytes(config: Config, model: TransformerConfig, mesh: AbstractMesh) -> dict[str, int]:
+    """Bytes on one of the trainer's devices, by purpose. ValueError when mesh, model and token budget do not fit."""
+    shapes = transformer.param_shapes(model)
+    numbers = sum(_shard_size(name, leaf, mesh) for name, leaf in shapes.items())
+    layout = make_layout(
+        config.trainer.row_buckets,
+        max_length=config.max_length,
+        token_budget=config.trainer.token_budget,
+        shards=mesh.shape["data"] * mesh.shape["fsdp"],
+    )
+    activations, scores = _activations(config, model, mesh, layout)
+    computed = _itemsize(config.trainer.dtype)
+    logits = LOGIT_ARRAYS * FLOAT32 * min(config.trainer.logprob_chunk, config.trainer.token_budget) * model.vocab_rows
+    return {
+        "weights": FLOAT32 * numbers,
+        "gradients": FLOAT32 * numbers,
+        "optimizer moments": 2 * FLOAT32 * numbers + _counters(config, shapes),
+        "copy to publish": _itemsize(config.generation.dtype) * numbers,
+        "gradients of a microbatch": FLOAT32 * numbers,
+        "weights as computed with": computed * numbers if computed != FLOAT32 else 0,
+        "activations": activations,
+        "attention scores, by row length squared": scores,
+        "logits of a chunk": logits // mesh.shape["tensor"],
+    }
+
+
+def generator_bytes(config: Config, model: TransformerConfig) -> dict[str, int]:
+    """Bytes on the device of a generation server, by purpose."""
+    settings, itemsize = config.generation, _itemsize(config.generation.dtype)
+    longest = max((*settings.length_buckets, config.cache_length))
+    weights = itemsize * count(model)[0]
+    cache = functools.partial(_cache_bytes, model, length=longest, dtype=settings.dtype)
+    scores = settings.prefill_rows * model.heads * longest**2 * (FLOAT32 + itemsize)
+    return {
+        "weights": weights,
+        "weights of the next version": weights,
+        "key/value cache": cache(settings.slots),
+        "tokens and state of the slots": settings.slots * (4 * longest + SLOT_STATE),
+        "prefill": cache(settings.prefill_rows) + scores,
+        "logits": 2 * FLOAT32 * settings.slots * model.vocab_rows,
+    }
+
+
+def host_bytes(config: Config, model: TransformerConfig) -> dict[str, int]:
+    """Bytes of the host's memory that weights take on their way to the servers."""
+    version = _itemsize(config.generation.dtype) * count(model)[0]
+    return {
+        "one version of the weights": version,
+        f"at most {VERSIONS_ON_HOST} of them, in shared memory": VERSIONS_ON_HOST * version,
+    }
+
+
+def abstract_mesh(config: Config, devices: int) -> AbstractMesh:
+    """The trainer's mesh without its devices; 0 = as many as it needs. ValueError when `devices` do not fill it."""
+    sizes = _mesh_sizes(config)
+    fixed = math.prod(size for size in sizes if size != -1)
+    devices = devices or fixed
+    if devices % fixed or (-1 not in sizes and devices != fixed):
+        raise ValueError(
+            f"--devices={devices} do not fill config.trainer.mesh (data, fsdp, tensor)={sizes}, whose sizes must "
+            f"multiply to that number; try --devices={fixed}, or data=-1"
+        )
+    return AbstractMesh(tuple(devices // fixed if size == -1 else size for size in sizes), sharding.AXES)
+
+
+def _mesh_sizes(config: Config) -> tuple[int, int, int]:
+    mesh = config.trainer.mesh
+    return mesh.data, mesh.fsdp, mesh.tensor
+
+
+def _activations(config: Config, model: TransformerConfig, mesh: AbstractMesh, layout: Layout) -> tuple[int, int]:
+    """(activations, attention scores) of the microbatch shape that needs most, on one device."""
+    itemsize, tensor = _itemsize(config.trainer.dtype), mesh.shape["tensor"]
+    heads = (model.heads + 2 * model.kv_heads) * model.head_size / tensor
+    width = 4 * model.d_model + 3 * heads + 5 * model.d_ff / tensor
+
+    def of(rows: int, length: int) -> tuple[int, int]:
+        tokens = rows // layout.shards * length * model.layers
+        scores = tokens * length * model.heads // tensor * (FLOAT32 + itemsize)
+        return round(tokens * itemsize * width), scores
+
+    return max((of(*shape) for shape in layout.shapes), key=sum)
+
+
+def _shard_size(name: str, leaf: jax.ShapeDtypeStruct, mesh: AbstractMesh) -> int:
+    return math.prod(NamedSharding(mesh, sharding.param_spec(name, leaf.shape, mesh)).shard_shape(leaf.shape))
+
+
+def _counters(config: Config, shapes: Mapping[str, Any]) -> int:
+    """Bytes of what the optimizer holds that is no moment: its step counters."""
+    optimizer = state.make_optimizer(config.trainer.optimizer, state.learning_rate(config.trainer.optimizer, 1))
+    leaves = jax.tree.leaves(jax.eval_shape(optimizer.init, shapes))
+    return sum(leaf.dtype.itemsize for leaf in leaves if leaf.shape == ())
+
+
+def _cache_bytes(model: TransformerConfig, slots: int, *, length: int, dtype: str) -> int:
+    cache = jax.eval_shape(functools.partial(decode.init_cache, model, slots, length, dtype))
+    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache))
+
+
+def _itemsize(dtype: str) -> int:
+    return np.dtype(dtype).itemsize
+
+
+def _count_text(config: Config, model: TransformerConfig) -> str:
+    total, embeddings = count(model)
+    tied = "one matrix for input and output" if model.tied_embeddings else "input and output"
+    return f"model {config.model.path}: {total:,} parameters, {embeddings:,} of them embeddings ({tied})"
+
+
+def _section(title: str, parts: Mapping[str, int]) -> str:
+    lines = [f"  {'~' if name in ESTIMATED else ' '} {_text(size)}  {name}" for name, size in parts.items() if size]
+    total = [] if title == "host" else [f"    {_text(sum(parts.values()))}  together"]
+    return "\n".join([title, *lines, *total])
+
+
+def _text(size: int) -> str:
+    return f"{size / 2**30:9.2f} GiB" if size >= 2**30 / 10 else f"{size / 2**20:9.2f} MiB"
