@@ -23,7 +23,7 @@ from typing import Any, Protocol
 from areal_jax.config import Config
 from areal_jax.rollout.evaluation import evaluate, plan
 from areal_jax.rollout.gate import StalenessGate
-from areal_jax.rollout.prompts import take
+from areal_jax.rollout.prompts import PromptTooLong, epoch_size, take
 from areal_jax.rollout.tally import Tally
 from areal_jax.rollout.workflow import (
     Judged,
@@ -127,6 +127,7 @@ class Controller:
             group_size=self._group_size,
             max_failures=config.rollout.max_consecutive_failures,
             max_filtered=FILTERED_BATCHES * config.trainer.prompts_per_step,
+            max_too_long=2 * epoch_size(train),  # the one that fits may come first in an epoch and last in the next
         )
         self._changed = asyncio.Condition()
         self._finished = False
@@ -135,6 +136,7 @@ class Controller:
 
     async def work(self) -> None:
         """The whole job, from where the queue stands."""
+        self._check_some_fit()
         if self._progress.version == 0:
             await self._evaluate("before", self._most_in_flight, self._config.generation.slots)
         with first_error():
@@ -186,7 +188,7 @@ class Controller:
             prompt, group = await self._generate(uid)
         except RolloutFailed as failure:
             await self._services.queue.discard(uid, self._group_size, failure.cause)
-            self._tally.fail(number, failure)
+            self._count_failure(number, failure)
         else:
             self._tally.finish(group)
             await self._hand_over(number, prompt, group)
@@ -194,9 +196,37 @@ class Controller:
             self._tally.end()
             self._changed.notify_all()
 
-    async def _generate(self, uid: int) -> tuple[Prompt, list[Judged]]:
+    def _count_failure(self, number: int, failure: RolloutFailed) -> None:
+        error = failure.__cause__
+        if isinstance(error, PromptTooLong):
+            line = {"uid": failure.uid, "cause": failure.cause, "tokens": error.tokens, "limit": error.limit}
+            self._services.record("skipped", line)
+            self._tally.skip(number, failure)
+        else:
+            self._tally.fail(number, failure)
+
+    def _check_some_fit(self) -> None:
+        """Raises ValueError when every prompt to train on is too long; looks no further than the first that is not."""
+        lengths = []
+        for uid in range(epoch_size(self._train)):
+            try:
+                self._take(uid)
+            except RolloutFailed as failure:
+                if isinstance(failure.__cause__, PromptTooLong):
+                    lengths.append(failure.__cause__.tokens)
+                    continue
+            return  # it fits, or fails in another way, which is counted when its turn comes
+        raise ValueError(
+            f"data.max_prompt_tokens={self._config.data.max_prompt_tokens} leaves out every prompt of data.train: of "
+            f"{len(lengths)} the shortest has {min(lengths, default=0)} tokens; raise it"
+        )
+
+    def _take(self, uid: int) -> Prompt:
         with failing_as(uid, "prompt"):
-            prompt = take(self._train, uid, max_prompt_tokens=self._config.data.max_prompt_tokens)
+            return take(self._train, uid, max_prompt_tokens=self._config.data.max_prompt_tokens)
+
+    async def _generate(self, uid: int) -> tuple[Prompt, list[Judged]]:
+        prompt = self._take(uid)
         group = await generate_and_score(
             group_request(prompt, samples=self._group_size, sampling=self._sampling()),
             prompt,

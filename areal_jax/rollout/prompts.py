@@ -1,50 +1,61 @@
 """Prompt sources: from a data set or a generator of problems to prompts by position.
 
-In: what the config names, "module:factory" or a `.jsonl` file. Out: a `PromptSource`, in which prompt `uid` is always
-the same one, so that a run goes on from any place with no other state than the numbers of the prompts that are done.
-Called by the launchers (`load_source`) and the rollout controller (`take`). Waits for nobody.
+In: what the config names, a data set (`rollout.data_sets` says which) or "module:factory". Out: a `PromptSource`, in
+which prompt `uid` is always the same one, so that a run goes on from any place with no other state than the numbers of
+the prompts that are done. Called by the launchers (`load_source`) and the rollout controller (`take`). Waits for
+nobody but the disk.
 """
 
 import functools
 import inspect
-import json
-import pathlib
-from collections.abc import Mapping
+import logging
+from collections.abc import Mapping, Sized
 from typing import Any
 
 import numpy as np
 
-from areal_jax.config import resolve
-from areal_jax.tokenizer import Tokenizer
+from areal_jax.config import DATA_FILES, HUB, resolve
+from areal_jax.rollout.data_sets import read_rows
+from areal_jax.rollout.layouts import Problem, find_layout, read_problem
+from areal_jax.tokenizer import Tokenizer, conversation, plain_text
 from areal_jax.types import Prompt, PromptSource
 
-PROMPT_FIELDS = ("prompt", "question", "problem")
+log = logging.getLogger(__name__)
+
+SETTINGS = {"train": ("data.train", "data.options"), "held_out": ("eval.data", "eval.options")}
+ORDERS = {"train": "shuffled", "held_out": "file"}  # where the options name none
+ENDLESS = 1024  # prompts of an endless source that stand for all of it, when it is asked whether any is short enough
 
 
 class PromptTooLong(ValueError):
-    """A prompt that exceeds data.max_prompt_tokens; it is counted and replaced, never cut."""
+    """A prompt of more `tokens` than the `limit`, data.max_prompt_tokens; it is counted and replaced, never cut."""
 
     cause = "too_long"
 
-
-SETTINGS = {"train": ("data.train", "data.options"), "held_out": ("eval.data", "eval.options")}
+    def __init__(self, uid: int, *, tokens: int, limit: int) -> None:
+        super().__init__(
+            f"prompt {uid} has {tokens} tokens and data.max_prompt_tokens={limit}; raise that, or leave it out"
+        )
+        self.uid, self.tokens, self.limit = uid, tokens, limit
 
 
 def load_source(spec: str, *, split: str, seed: int, tokenizer: Tokenizer, options: Mapping[str, Any]) -> PromptSource:
     """The source that `data.train` or `eval.data` names; `split` is "train" or "held_out".
 
     "module:factory" calls `factory(split=..., seed=..., tokenizer=..., **options)`, which returns any object with
-    `source[uid] -> Prompt` (and `len`, if it is finite). A path that ends in `.jsonl` is read as `JsonLines`.
+    `source[uid] -> Prompt` (and `len`, if it is finite). A file or a hub name is read as `Problems`.
     Raises ValueError or FileNotFoundError that name the setting.
     """
     key, options_key = SETTINGS[split]
-    factory = functools.partial(JsonLines, spec) if spec.endswith(".jsonl") else resolve(spec, key)
+    is_data = spec.startswith(HUB) or spec.endswith(DATA_FILES)
+    factory = functools.partial(Problems, spec) if is_data else resolve(spec, key)
     arguments = {"split": split, "seed": seed, "tokenizer": tokenizer, **options}
     try:
         inspect.signature(factory).bind(**arguments)
     except TypeError as error:
         raise ValueError(
-            f"{options_key}={dict(options)} do not fit {key}={spec!r}, which takes {inspect.signature(factory)}: {error}"
+            f"{options_key}={dict(options)} do not fit {key}={spec!r}, which takes {inspect.signature(factory)}: "
+            f"{error}"
         ) from error
     return factory(**arguments)
 
@@ -57,67 +68,128 @@ def take(source: PromptSource, uid: int, *, max_prompt_tokens: int) -> Prompt:
     if len(prompt.tokens) == 0:
         raise ValueError(f"prompt {uid} has no tokens; a model needs at least one to go on from")
     if len(prompt.tokens) > max_prompt_tokens:
-        raise PromptTooLong(
-            f"prompt {uid} has {len(prompt.tokens)} tokens and data.max_prompt_tokens={max_prompt_tokens}; "
-            "raise that, or take it out of the data"
-        )
+        raise PromptTooLong(uid, tokens=len(prompt.tokens), limit=max_prompt_tokens)
     return prompt
 
 
-class JsonLines:
-    """Problems of a `.jsonl` file, in a new seeded order each epoch: uid = epoch * len(file) + position.
+def epoch_size(source: PromptSource) -> int:
+    """Prompts after which a source has shown all that it has: its length, or `ENDLESS` of one without an end."""
+    return len(source) if isinstance(source, Sized) else ENDLESS
 
-    Each line is an object with the problem under "prompt", "question" or "problem" and the reference under "answer". Of
-    an answer that explains itself (GSM8K) what follows the last `####` is taken. `template` is the text to ask, with
-    "{prompt}" where the problem goes.
+
+class Problems:
+    """The problems of a data set by uid = epoch * len + position.
+
+    `layout` names the layout of its rows (`rollout.layouts`; "" finds it by the columns), `prompt` and `answer` the
+    columns where that is not enough. `template` is what the user says, with "{prompt}" where the problem goes, `system`
+    the system message. `chat` is "auto" (through the model's chat template, if it has one), "template" (an error, if it
+    has none) or "plain". `order` is "shuffled" (a new seeded order each epoch, the default to train) or "file" (the
+    default to evaluate, so that the first n are the same problems whatever the seed). All other options are variables
+    of the chat template, like Qwen3's `enable_thinking`.
     """
 
-    def __init__(self, path: str, *, split: str, seed: int, tokenizer: Tokenizer, template: str = "{prompt}") -> None:
+    def __init__(
+        self,
+        spec: str,
+        *,
+        split: str,
+        seed: int,
+        tokenizer: Tokenizer,
+        layout: str = "",
+        prompt: str = "",
+        answer: str = "",
+        template: str = "{prompt}",
+        system: str = "",
+        chat: str = "auto",
+        order: str = "",
+        **variables: Any,
+    ) -> None:
+        key, options_key = SETTINGS[split]
         if "{prompt}" not in template:
-            raise ValueError(f'data.options.template={template!r} must contain "{{prompt}}", where the problem goes')
-        self._problems = _read_problems(pathlib.Path(path), f"{SETTINGS[split][0]}={path!r}")
-        self._seed = seed
-        self._tokenizer = tokenizer
-        self._template = template
+            raise ValueError(f'{options_key}.template={template!r} must contain "{{prompt}}", where the problem goes')
+        self._order = _choice(f"{options_key}.order", order or ORDERS[split], ("shuffled", "file"))
+        self._asked_for = _choice(f"{options_key}.chat", chat, ("auto", "plain", "template"))
+        self._chat = chat == "template" or (chat == "auto" and bool(tokenizer.chat_template))
+        self._seed, self._tokenizer, self._template, self._system = seed, tokenizer, template, system
+        self._variables = variables
+        _check_variables(variables, tokenizer.chat_variables if self._chat else frozenset(), options_key)
+        if self._chat and "strftime_now" in tokenizer.chat_template and "date_string" not in variables:
+            log.warning(
+                "the chat template may write today's date (strftime_now), which changes the prompts from day to day; "
+                "%s.date_string fixes it in Llama's templates",
+                options_key,
+            )
+        self._problems = _read_problems(spec, split=split, key=key, layout=layout, prompt=prompt, answer=answer)
+        self._check_first(f"{key}={spec!r}", options_key)
 
     def __len__(self) -> int:
-        """Problems in the file, the prompts of one epoch."""
+        """Problems of the data set, the prompts of one epoch."""
         return len(self._problems)
 
     def __getitem__(self, uid: int) -> Prompt:
         epoch, position = divmod(uid, len(self))
-        problem, answer = self._problems[_order(len(self), self._seed, epoch)[position]]
-        text = self._template.replace("{prompt}", problem)
-        return Prompt(uid=uid, tokens=np.array(self._tokenizer.encode(text), np.int32), text=text, answer=answer)
+        if self._order == "shuffled":
+            position = _permutation(len(self), self._seed, epoch)[position]
+        problem, answer = self._problems[position]
+        text, tokens = self._ask(problem)
+        return Prompt(uid=uid, tokens=np.array(tokens, np.int32), text=text, answer=answer)
+
+    def _check_first(self, setting: str, options_key: str) -> None:
+        """What cannot be asked in the way that the options say is better said before anything starts."""
+        try:
+            self._ask(self._problems[0][0])
+        except ValueError as error:
+            raise ValueError(
+                f"{setting}: the first problem cannot be asked as {options_key} say (chat={self._asked_for}): {error}"
+            ) from error
+
+    def _ask(self, problem: Problem) -> tuple[str, list[int]]:
+        """(the text as asked, its tokens)."""
+        messages = conversation(problem, system=self._system)
+        said = messages[-1]
+        messages[-1] = {**said, "content": self._template.replace("{prompt}", said["content"])}
+        if self._chat:
+            text = self._tokenizer.render_chat(messages, **self._variables)
+            return text, self._tokenizer.encode_rendered(text)
+        text = plain_text(messages)
+        return text, self._tokenizer.encode(text)
+
+
+def _choice(setting: str, value: str, choices: tuple[str, ...]) -> str:
+    if value not in choices:
+        raise ValueError(f"{setting}={value!r} must be one of {', '.join(choices)}")
+    return value
+
+
+def _check_variables(variables: Mapping[str, Any], read: frozenset[str], options_key: str) -> None:
+    """Raises ValueError for an option that nobody reads."""
+    for name in variables:
+        if name not in read:
+            options = [each for each in inspect.signature(Problems).parameters if each not in ("spec", "variables")]
+            known = [each for each in options if each not in ("split", "seed", "tokenizer")]
+            raise ValueError(
+                f"{options_key}.{name} is no option of a data set ({', '.join(known)}) and no variable that the "
+                f"model's chat template reads ({', '.join(sorted(read)) or 'none is used'})"
+            )
 
 
 @functools.lru_cache(maxsize=4)
-def _order(size: int, seed: int, epoch: int) -> np.ndarray:
-    """The permutation of an epoch: a function of its arguments only, kept because neighbours ask for the same one."""
+def _permutation(size: int, seed: int, epoch: int) -> np.ndarray:
+    """The order of an epoch: a function of its arguments only, kept because neighbours ask for the same one."""
     return np.random.default_rng((seed, epoch)).permutation(size)
 
 
-def _read_problems(file: pathlib.Path, setting: str) -> list[tuple[str, str]]:
-    """(problem, answer) of each line that is not blank."""
-    if not file.is_file():
-        raise FileNotFoundError(
-            f"{setting}: there is no such file (looked for {file.absolute()}); give the path of a .jsonl file"
-        )
-    lines = file.read_text(encoding="utf-8").split("\n")  # splitlines would also cut at characters that JSON allows
-    problems = [
-        _problem(line, f"{setting}, line {number}") for number, line in enumerate(lines, start=1) if line.strip()
-    ]
+def _read_problems(spec: str, *, split: str, key: str, **named: str) -> list[tuple[Problem, str]]:
+    """(problem, answer) of each row; the first one decides on the layout, with what the user has `named`."""
+    problems: list[tuple[Problem, str]] = []
+    for place, row in read_rows(spec, split=split, key=key):
+        try:
+            if not problems:
+                name, layout = find_layout(row, **named)
+            problems.append(read_problem(row, layout))
+        except ValueError as error:
+            raise ValueError(f"{key}={spec!r}, {place}: {error}") from error
     if not problems:
-        raise ValueError(f"{setting}: the file is empty; it needs one JSON object per line")
+        raise ValueError(f"{key}={spec!r}: the file is empty; it needs one object with named columns per problem")
+    log.info("%s=%r: %d problems in the layout %s", key, spec, len(problems), name)
     return problems
-
-
-def _problem(line: str, place: str) -> tuple[str, str]:
-    try:
-        record = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{place}: not JSON ({error}); each line is one object on its own") from error
-    field = next((field for field in PROMPT_FIELDS if field in record), None) if isinstance(record, dict) else None
-    if field is None or record.get("answer") is None:
-        raise ValueError(f'{place}: needs one of {", ".join(PROMPT_FIELDS)}, and "answer"; it begins {line[:80]!r}')
-    return str(record[field]), str(record["answer"]).rsplit("####", 1)[-1].strip()

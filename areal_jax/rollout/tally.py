@@ -1,4 +1,4 @@
-"""What became of the rollouts: counts for rollout.jsonl, and the two ways in which a run has nothing left to train on.
+"""What became of the rollouts: counts for rollout.jsonl, and the ways in which a run has nothing left to train on.
 
 In: one call per group. Out: totals, or the RuntimeError that ends the run. Called by the rollout controller alone.
 Waits for nobody; it owns no clock.
@@ -6,7 +6,7 @@ Waits for nobody; it owns no clock.
 
 import collections
 import logging
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import Any
 
 from areal_jax.rollout.workflow import Judged, RolloutFailed
@@ -20,19 +20,22 @@ class Tally:
     `max_failures` failed groups in a row, or `max_filtered` groups in a row that were left out because their rewards
     are all equal (or failed), end the run with an error instead of letting the trainer wait for ever. In a row means
     by the order in which they were started: failures come back at once and good groups take their time, so that among
-    those that end one after the other there are always many failures.
+    those that end one after the other there are always many failures. Prompts that are too long count in neither row
+    and do not interrupt it; `max_too_long` of them in a row end the run too.
     """
 
-    def __init__(self, *, group_size: int, max_failures: int, max_filtered: int) -> None:
+    def __init__(self, *, group_size: int, max_failures: int, max_filtered: int, max_too_long: int) -> None:
         self.in_flight = 0
         self._group_size = group_size
         self._max_failures = max_failures
         self._max_filtered = max_filtered
+        self._max_too_long = max_too_long
         self._started = self._finished = self._right = self._filtered = 0
         self._verdict_sum = 0.0
         self._failed: collections.Counter[str] = collections.Counter()
         self._failed_groups: set[int] = set()  # by number in the order of starting
         self._unusable_groups: set[int] = set()  # failed or filtered
+        self._too_long_groups: set[int] = set()
 
     def start(self) -> int:
         """The number of the group that starts, 0, 1, 2, ..."""
@@ -56,7 +59,7 @@ class Tally:
         self._failed[failure.cause] += self._group_size
         self._failed_groups.add(number)
         self._unusable_groups.add(number)
-        in_a_row = _row_around(number, self._failed_groups)
+        in_a_row = _in_a_row(number, self._failed_groups, passing=self._too_long_groups)
         if in_a_row >= self._max_failures:
             raise RuntimeError(
                 f"{in_a_row} prompts in a row failed (rollout.max_consecutive_failures={self._max_failures}); "
@@ -64,11 +67,24 @@ class Tally:
                 "raise the limit if so many are expected"
             ) from failure
 
+    def skip(self, number: int, failure: RolloutFailed) -> None:
+        """A prompt was too long to be asked. Raises RuntimeError when so many in a row were that the run only waits."""
+        if not self._too_long_groups:
+            log.warning("%s; skipped.jsonl has its number, and will have those of others", failure)
+        self._failed[failure.cause] += self._group_size
+        self._too_long_groups.add(number)
+        in_a_row = _in_a_row(number, self._too_long_groups, passing=frozenset())
+        if in_a_row >= self._max_too_long:
+            raise RuntimeError(
+                f"{in_a_row} prompts in a row were too long and left out, so there is nothing to train on; the last: "
+                f"{failure}"
+            ) from failure
+
     def filter(self, number: int) -> None:
         """Raises RuntimeError when so many in a row were left out that the run only waits."""
         self._filtered += self._group_size
         self._unusable_groups.add(number)
-        in_a_row = _row_around(number, self._unusable_groups)
+        in_a_row = _in_a_row(number, self._unusable_groups, passing=self._too_long_groups)
         if in_a_row >= self._max_filtered:
             raise RuntimeError(
                 f"{in_a_row} prompts in a row were left out, since the rewards of each group were equal "
@@ -93,11 +109,11 @@ class Tally:
         }
 
 
-def _row_around(number: int, members: set[int]) -> int:
-    """How many neighbours in a row, `number` among them, are members."""
+def _in_a_row(number: int, members: Set[int], *, passing: Set[int]) -> int:
+    """How many members there are around `number` with none but `passing` ones between them."""
     first = last = number
-    while first - 1 in members:
+    while first - 1 in members or first - 1 in passing:
         first -= 1
-    while last + 1 in members:
+    while last + 1 in members or last + 1 in passing:
         last += 1
-    return last - first + 1
+    return sum(each in members for each in range(first, last + 1))

@@ -38,12 +38,20 @@ class FakeTokenizer:
     """Token i is the word "i"; 0 ends."""
 
     eos_ids = (0,)
+    chat_template = ""
 
     def encode(self, text: str) -> list[int]:
         return [int(word) for word in text.split()]
 
     def decode(self, ids: np.ndarray) -> str:
         return " ".join(str(token) for token in ids if token)
+
+
+class Characters(FakeTokenizer):
+    """Any text; a token is a character."""
+
+    def encode(self, text: str) -> list[int]:
+        return [ord(character) for character in text]
 
 
 class Numbers:
@@ -71,6 +79,8 @@ class FakeServers:
         self.most_active = 0
         self.most_evaluations = 0
         self.evaluations = 0
+        self.evaluated_samples = 0  # in flight
+        self.most_evaluated_samples = 0
         self.hold: Callable[[GenerateRequest], asyncio.Event | None] = lambda request: None
         self.answer: Callable[[GenerateRequest, int], Completion | Exception] = lambda request, sample: completion(
             request, self.version
@@ -98,6 +108,8 @@ class FakeServers:
     def _count(self, request: GenerateRequest, change: int) -> None:
         self.active += change * len(request.samples)
         self.evaluations += change * request.evaluation
+        self.evaluated_samples += change * request.evaluation * len(request.samples)
+        self.most_evaluated_samples = max(self.most_evaluated_samples, self.evaluated_samples)
         self.most_active = max(self.most_active, self.active)
         self.most_evaluations = max(self.most_evaluations, self.evaluations)
 
@@ -130,7 +142,9 @@ class FakeScorer:
 class Run:
     """A controller with its surroundings; the test plays the trainer."""
 
-    def __init__(self, config: Config, *, queue=None, train=None, held_out=None, scorer=None, servers=None) -> None:
+    def __init__(
+        self, config: Config, *, queue=None, train=None, held_out=None, scorer=None, servers=None, tokenizer=None
+    ) -> None:
         self.config = config
         self.queue = queue or TrajectoryQueue(
             batch_size=config.batch_size,
@@ -140,14 +154,17 @@ class Run:
         )
         self.servers = servers or FakeServers()
         self.lines: dict[str, list[dict]] = collections.defaultdict(list)
+        self.kept: dict[str, list[dict]] = {}
         self.stop = asyncio.Event()
         self.now = 0.0
         self.services = controller.Services(
             generate=self.servers,
             scorer=scorer or FakeScorer(),
             queue=LocalQueue(self.queue),
-            tokenizer=FakeTokenizer(),
+            tokenizer=tokenizer or FakeTokenizer(),
             record=lambda name, line: self.lines[name].append(line),
+            keep=lambda name, lines: self.kept.update({name: lines}),
+            final_answer=lambda text: text.split(" ")[-1],
             clock=lambda: self.now,
             report_s=0.01,
         )

@@ -158,6 +158,63 @@ class TestFailures:
 
         play(scenario)
 
+    def test_prompts_that_are_too_long_are_written_down_and_are_no_failures_in_a_row(self):
+        async def scenario():
+            too_long = [uid for uid in range(40) if uid % 10]  # nine in a row, again and again
+            run = Run(make_config(max_consecutive_failures=4, prompts_per_step=1), train=Numbers(too_long=too_long))
+            for version in range(4):
+                batch = await run.step(version)
+                assert {t.uid for t in batch} == {10 * version}
+            await run.end()
+            skipped = run.lines["skipped"]
+            assert skipped[0] == {"uid": 1, "cause": "too_long", "tokens": 9, "limit": 8}
+            assert {line["uid"] for line in skipped[:27]} == {uid for uid in range(30) if uid % 10}
+            assert failures(run) == {"too_long": 2 * len(skipped)} == run.queue.dropped
+
+        play(scenario)
+
+    def test_a_data_set_in_which_every_prompt_is_too_long_ends_the_run_before_it_begins(self):
+        class All(Numbers):
+            def __len__(self):
+                return 5
+
+        async def scenario(train, count):
+            run = Run(make_config(), train=train)
+            with pytest.raises(
+                ValueError,
+                match=f"max_prompt_tokens=8 leaves out every prompt of data.train: of {count} the shortest has 9",
+            ):
+                await asyncio.wait_for(run.task, 10)
+            assert run.servers.asked == [] and run.lines["skipped"] == []
+
+        play(lambda: scenario(All(too_long=range(5)), 5))
+        play(lambda: scenario(Numbers(too_long=range(5000)), 1024))  # a source without an end
+
+    def test_one_prompt_that_fits_is_enough(self):
+        class Few(Numbers):
+            def __len__(self):
+                return 5
+
+        async def scenario():
+            run = Run(make_config(prompts_per_step=1), train=Few(too_long=range(4)))
+            assert {t.uid for t in await run.step(0)} == {4}
+            await run.end()
+
+        play(scenario)
+
+    def test_a_source_whose_prompts_grow_too_long_ends_the_run(self):
+        class Growing(Numbers):
+            def __len__(self):
+                return 5
+
+        async def scenario():
+            run = Run(make_config(prompts_per_step=1), train=Growing(too_long=range(1, 100)))
+            await run.step(0)
+            with pytest.raises(RuntimeError, match="10 prompts in a row were too long and left out"):
+                await asyncio.wait_for(run.task, 10)
+
+        play(scenario)
+
     def test_an_error_may_name_its_own_cause(self):
         class Slow(Exception):
             cause = "reward_timeout"
@@ -406,7 +463,10 @@ class TestEvaluation:
             assert (after["phase"], after["version"], after["version_min"], after["version_max"]) == ("after", 3, 3, 3)
             assert (before["prompts"], before["samples"], before["accuracy"]) == (3, 2, 1 / 3)  # 1000, 1001, 1002
             assert before["length_mean"] == 3.0 and before["truncated"] == 0.0
+            assert before["avg@2"] == before["pass@2"] == before["maj@2"] == 1 / 3
             assert [line["phase"] for line in run.lines["completions"]] == ["before"] * 3 + ["after"] * 3
+            assert list(run.kept) == ["000000-before", "000003-after"]
+            assert [(record["uid"], record["n"]) for record in run.kept["000003-after"]] == [(0, 2), (1, 2), (2, 2)]
             assert run.lines["completions"][1]["right"] and run.lines["completions"][1]["answer"] == "1001"
 
         play(scenario)
@@ -451,6 +511,38 @@ class TestEvaluation:
             assert run.lines["evaluations"][3]["version"] == 8
             await run.end()
             assert {line["phase"] for line in run.lines["completions"]} == {"before"}
+
+        play(scenario)
+
+    def test_32_samples_of_a_prompt_leave_three_slots_of_four_to_rollouts(self):
+        async def scenario():
+            run = Run(make_config(every=1, max_staleness=8, slots=16, eval_prompts=3, eval_samples=32))
+            event = asyncio.Event()
+            run.servers.hold = lambda request: event if request.evaluation and run.servers.version else None
+            await run.step(0)
+            run.servers.most_evaluated_samples = 0
+            await run.until(lambda: run.servers.evaluated_samples > 0)
+            for version in range(1, 5):
+                await run.step(version)  # goes on, and rollouts for it are made
+            await run.settle()
+            assert run.servers.evaluated_samples == 4
+            event.set()
+            await run.until(lambda: len(run.lines["evaluations"]) >= 2)
+            assert run.servers.most_evaluated_samples == 4
+            assert run.lines["evaluations"][1]["samples"] == 32
+            assert all(record["n"] == 32 for record in run.kept["000001-during"])
+            await run.end()
+
+        play(scenario)
+
+    def test_it_shares_no_sampling_key_with_rollouts(self):
+        async def scenario():
+            run = Run(make_config())
+            await run.step(0)
+            await run.finish()
+            seeds = {(request.evaluation, request.sampling.seed % 2**32) for request in run.servers.asked}
+            assert len(seeds) == 2 and len({seed for _, seed in seeds}) == 2
+            assert (False, run.config.run.seed) in seeds  # training's keys are those of run.seed itself
 
         play(scenario)
 

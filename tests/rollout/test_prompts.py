@@ -1,21 +1,19 @@
 """Prompt sources by position, and what is said about bad ones."""
 
 import json
+import logging
 import pathlib
 import sys
 import types
 
 import pytest
 
-from areal_jax.rollout.prompts import PromptTooLong, load_source, take
-from tests.rollout.fakes import FakeTokenizer, Numbers
+from areal_jax.rollout.prompts import PromptTooLong, _permutation, load_source, take
+from areal_jax.tokenizer import Tokenizer
+from tests.rollout.fakes import Characters, FakeTokenizer, Numbers
 
-DATA = pathlib.Path(__file__).parents[3] / "shared" / "data"
-
-
-class Characters(FakeTokenizer):
-    def encode(self, text):
-        return [ord(character) for character in text]
+ROOT = pathlib.Path(__file__).parents[2]
+ORDER_OF_SEED_1 = [8, 4, 7, 0, 1, 2, 5, 9, 6, 3]
 
 
 def write(tmp_path, *lines):
@@ -24,8 +22,21 @@ def write(tmp_path, *lines):
     return str(path)
 
 
-def load(spec, *, split="train", seed=1, **options):
-    return load_source(spec, split=split, seed=seed, tokenizer=Characters(), options=options)
+def load(spec, *, split="train", seed=1, tokenizer=None, **options):
+    return load_source(spec, split=split, seed=seed, tokenizer=tokenizer or Characters(), options=options)
+
+
+class Chatting(Characters):
+    """A tokenizer with a chat template, which writes roles and contents, and a variable."""
+
+    chat_template = "a template"
+    chat_variables = frozenset({"mood", "date_string"})
+
+    def render_chat(self, messages, *, mood="", **variables):
+        return "".join(f"<{each['role']}>{each['content']}" for each in messages) + f"<assistant>{mood}"
+
+    def encode_rendered(self, text):
+        return [1, *self.encode(text)]
 
 
 def numbered(tmp_path, count):
@@ -38,7 +49,7 @@ def test_the_problem_stands_under_any_of_three_names(tmp_path, field):
     assert (prompt.uid, prompt.text, prompt.answer, prompt.tokens.tolist()) == (
         0,
         "What?",
-        "27.0",
+        "27",
         [87, 104, 97, 116, 63],
     )
 
@@ -70,24 +81,112 @@ def test_a_prompt_depends_on_seed_and_position_alone(tmp_path):
     assert [load(path, seed=2)[i].text for i in range(20)] != [one[i].text for i in range(20)]
 
 
-def test_line_separators_inside_of_a_problem_do_not_cut_it(tmp_path):
-    path = write(tmp_path, '{"prompt": "a\u2028b\x85c", "answer": "1"}', "", '{"prompt": "d", "answer": "2"}')
-    source = load(path)
-    assert {source[0].text, source[1].text} == {"a\u2028b\x85c", "d"} and len(source) == 2
+def test_a_run_that_goes_on_in_the_middle_of_an_epoch_sees_what_it_would_have_seen(tmp_path):
+    path = numbered(tmp_path, 50)
+    whole = load(path)
+    uninterrupted = [whole[uid].text for uid in range(120)]
+    first, second = load(path), load(path)  # the second one in a new process, from uid 73 on
+    assert [first[uid].text for uid in range(73)] + [second[uid].text for uid in range(73, 120)] == uninterrupted
+    assert sorted(uninterrupted[50:100]) == sorted(uninterrupted[:50])
 
 
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("{not json", r"line 2: not JSON"),
-        ({"text": "?", "answer": 1}, r"line 2: needs one of prompt, question, problem, and \"answer\""),
-        ({"prompt": "?"}, r"line 2: needs one of"),
-        ("[1, 2]", r"line 2: needs one of"),
-    ],
-)
-def test_a_bad_line_is_named(tmp_path, line, message):
-    with pytest.raises(ValueError, match=message):
-        load(write(tmp_path, {"prompt": "?", "answer": 1}, line))
+def test_the_order_of_an_epoch_stays_what_it_was():
+    """A later release that shuffled differently would repeat and lose prompts of a run that goes on."""
+    assert _permutation(10, 1, 0).tolist() == ORDER_OF_SEED_1
+
+
+def test_held_out_problems_come_in_the_order_of_the_file_whatever_the_seed(tmp_path):
+    path = numbered(tmp_path, 20)
+    in_order = [f"problem {i}" for i in range(20)]
+    for seed in (1, 2):
+        source = load(path, split="held_out", seed=seed)
+        assert [source[uid].text for uid in range(20)] == in_order
+    assert [load(path, order="file")[uid].text for uid in range(20)] == in_order
+    assert load(path, split="held_out", order="shuffled")[45].text == load(path)[45].text
+
+
+def test_a_line_that_does_not_fit_is_named(tmp_path):
+    path = write(tmp_path, {"prompt": "?", "answer": 1}, {"text": "?", "answer": 1})
+    with pytest.raises(
+        ValueError, match=r"data.train='.*data.jsonl', line 2: needs the problem .* columns text, answer"
+    ):
+        load(path)
+
+
+def test_options_name_layout_and_columns(tmp_path):
+    path = write(tmp_path, {"q": "1+1", "gold": {"value": 2}}, {"q": "2+2", "gold": {"value": 4.0}})
+    source = load(path, prompt="q", answer="gold.value", order="file")
+    assert [(source[uid].text, source[uid].answer) for uid in (0, 1)] == [("1+1", "2"), ("2+2", "4")]
+    with pytest.raises(ValueError, match="line 1: layout='gsm' is not known; the nearest is 'gsm8k'"):
+        load(path, layout="gsm")
+
+
+ONE = {"prompt": "1+1", "answer": "2"}
+
+
+def test_a_chat_template_is_used_where_there_is_one(tmp_path):
+    prompt = load(write(tmp_path, ONE), tokenizer=Chatting(), template="{prompt} = ?", system="Short.", mood="gay")[0]
+    assert prompt.text == "<system>Short.<user>1+1 = ?<assistant>gay"
+    assert prompt.tokens.tolist() == Chatting().encode_rendered(prompt.text)
+    assert load(write(tmp_path, ONE), template="{prompt} = ?", system="Short.")[0].text == "Short.\n\n1+1 = ?"
+
+
+def test_chat_may_be_asked_for_or_forbidden(tmp_path):
+    path = write(tmp_path, ONE)
+    plain = load(path, tokenizer=Chatting(), chat="plain")[0]
+    assert plain.text == "1+1" and plain.tokens.tolist() == Characters().encode("1+1")
+    assert load(path, tokenizer=Chatting(), chat="template")[0].text == "<user>1+1<assistant>"
+    with pytest.raises(ValueError, match=r"data.options.chat='templat' must be one of auto, plain, template"):
+        load(path, chat="templat")
+
+
+def test_a_chat_template_that_is_wanted_and_missing_is_an_error_at_once(tmp_path):
+    tokenizer = Tokenizer.load(ROOT / "configs" / "arithmetic_model")
+    with pytest.raises(
+        ValueError, match=r"eval.data=.* as eval.options say \(chat=template\): this model directory has no chat"
+    ):
+        load(write(tmp_path, ONE), split="held_out", tokenizer=tokenizer, chat="template")
+
+
+def test_a_conversation_is_asked_as_it_stands_with_the_template_around_its_end(tmp_path):
+    talk = [{"role": "system", "content": "Hm."}, {"role": "user", "content": "1+1"}]
+    path = write(tmp_path, {"messages": talk, "answer": 2})
+    source = load(path, tokenizer=Chatting(), template="Q: {prompt}")
+    assert source[0].text == source[1].text == "<system>Hm.<user>Q: 1+1<assistant>"
+    assert load(path, tokenizer=Chatting(), system="New.")[0].text == "<system>New.<user>1+1<assistant>"
+    assert load(path)[0].text == "Hm.\n\n1+1"
+
+
+def test_a_conversation_that_plain_text_cannot_hold_is_refused_at_once(tmp_path):
+    talk = [{"role": role, "content": "x"} for role in ("user", "assistant", "user")]
+    with pytest.raises(ValueError, match="a conversation of user, assistant, user needs a chat template"):
+        load(write(tmp_path, {"messages": talk, "answer": 2}))
+
+
+@pytest.mark.parametrize("tokenizer", [Characters(), Chatting()])
+def test_an_option_that_nobody_reads_is_refused(tmp_path, tokenizer):
+    known = "none is used" if tokenizer.chat_template == "" else "date_string, mood"
+    with pytest.raises(
+        ValueError,
+        match=rf"data.options.templte is no option of a data set \(layout, .*order\) and no variable .*\({known}\)",
+    ):
+        load(write(tmp_path, ONE), tokenizer=tokenizer, templte="{prompt}")
+
+
+def test_a_template_that_writes_the_date_is_warned_about(tmp_path, caplog):
+    class Dated(Chatting):
+        chat_template = "{{ strftime_now('%d %b %Y') }}"
+
+    load(write(tmp_path, ONE), tokenizer=Dated(), date_string="26 Jul 2024")
+    assert not caplog.records
+    load(write(tmp_path, ONE), tokenizer=Dated())
+    assert "changes the prompts from day to day; data.options.date_string" in caplog.text
+
+
+def test_number_of_problems_and_layout_are_logged(tmp_path, caplog):
+    with caplog.at_level(logging.INFO):
+        load(write(tmp_path, {"question": "?", "answer": "#### 5"}))
+    assert "1 problems in the layout gsm8k" in caplog.text
 
 
 def test_a_missing_or_empty_file_is_named_with_its_setting(tmp_path):
@@ -125,7 +224,7 @@ def test_a_prompt_of_just_the_limit_is_taken_and_a_longer_one_refused():
     assert take(source, 3, max_prompt_tokens=9).uid == 3
     with pytest.raises(PromptTooLong, match="prompt 3 has 9 tokens and data.max_prompt_tokens=8") as error:
         take(source, 3, max_prompt_tokens=8)
-    assert error.value.cause == "too_long"
+    assert (error.value.cause, error.value.tokens, error.value.limit) == ("too_long", 9, 8)
 
 
 def test_a_source_that_miscounts_or_gives_nothing_is_refused(tmp_path):
@@ -137,13 +236,3 @@ def test_a_source_that_miscounts_or_gives_nothing_is_refused(tmp_path):
         take(Constant(), 5, max_prompt_tokens=8)
     with pytest.raises(ValueError, match="prompt 0 has no tokens"):
         take(load(write(tmp_path, {"prompt": "", "answer": "1"})), 0, max_prompt_tokens=8)
-
-
-@pytest.mark.skipif(not DATA.exists(), reason="no ../shared/data here")
-@pytest.mark.parametrize(
-    ("name", "count"), [("gsm8k_train", 7473), ("gsm8k_test", 1319), ("aime24", 30), ("amc23", 40)]
-)
-def test_real_files_load(name, count):
-    source = load(str(DATA / f"{name}.jsonl"))
-    assert len(source) == count
-    assert all(source[uid].text and len(source[uid].answer) < 20 for uid in range(count))
