@@ -11,20 +11,22 @@ from typing import Any
 
 import jax
 
-CONFIG = pathlib.Path(__file__).parents[1] / "configs" / "math.py"
+CONFIG = str(pathlib.Path(__file__).parents[1] / "configs" / "math.py")
 
 Line = dict[str, Any]
 
 
-def run(directory: pathlib.Path, *settings: str, environment: dict[str, str] | None = None) -> Line:
-    """`python -m areal_jax.main --config=configs/math.py --config.SETTING ...`; returns its summary.
+def run(
+    directory: pathlib.Path, *settings: str, config: str = CONFIG, environment: dict[str, str] | None = None
+) -> Line:
+    """`python -m areal_jax.main --config=CONFIG --config.SETTING ...`; returns its summary.
 
     Raises CalledProcessError when the run fails; what it printed is in DIR.log beside the directory.
     """
     if directory.exists():
         raise ValueError(f"{directory} exists; an experiment begins anew: give another --out")
     directory.parent.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-m", "areal_jax.main", f"--config={CONFIG}", f"--config.run.dir={directory}"]
+    command = [sys.executable, "-m", "areal_jax.main", f"--config={config}", f"--config.run.dir={directory}"]
     with directory.with_suffix(".log").open("w") as log:
         overrides = [f"--config.{setting}" for setting in settings]
         subprocess.run([*command, *overrides], check=True, stdout=log, stderr=log, env=environment)

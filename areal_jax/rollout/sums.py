@@ -54,7 +54,7 @@ class Sums:
     ) -> None:
         if largest < 2 or not operators or set(operators) - {"+", "-"}:
             raise ValueError(
-                f"largest={largest}, operators={operators!r}: sums need numbers up to 2 or more, and the operators + or -"
+                f"largest={largest}, operators={operators!r}: numbers go up to 2 or more, operators are + and -"
             )
         if "{prompt}" not in template:
             raise ValueError(f'template={template!r} must contain "{{prompt}}", where the question goes')
@@ -72,4 +72,6 @@ class Sums:
         order = np.random.default_rng((self._seed, epoch)).permutation(len(self))
         problem = self._problems[order[position]]
         text = self._template.replace("{prompt}", problem.text)
-        return Prompt(uid=uid, tokens=np.array(self._tokenizer.encode(text), np.int32), text=text, answer=problem.answer)
+        return Prompt(
+            uid=uid, tokens=np.array(self._tokenizer.encode(text), np.int32), text=text, answer=problem.answer
+        )

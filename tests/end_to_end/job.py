@@ -53,8 +53,13 @@ def command(run_dir: pathlib.Path, settings: Mapping[str, Any] = {}, *flags: str
 
 def start(run_dir: pathlib.Path, settings: Mapping[str, Any] = {}, *flags: str) -> subprocess.Popen[str]:
     """The real command, from the root of the repository, in a process group of its own."""
+    return start_command(command(run_dir, settings, *flags)[3:])
+
+
+def start_command(arguments: list[str], module: str = "areal_jax.main") -> subprocess.Popen[str]:
+    """The same with other arguments than those of a small job."""
     return subprocess.Popen(
-        command(run_dir, settings, *flags),
+        [sys.executable, "-m", module, *arguments],
         cwd=ROOT,
         env=ENVIRONMENT,
         stdout=subprocess.PIPE,
