@@ -61,7 +61,10 @@ METRICS: dict[str, tuple[str, str]] = {
     "tokens/masked": ("completion tokens left out because they are staler than eta (overdue=mask)", ""),
     "tokens/prompt": ("prompt tokens in the batch; they never train", ""),
     "loss": ("the objective, negated; near 0 by construction, its size says little", "update/actor_loss/avg"),
-    "entropy": ("of the next-token distribution, nats, mean over the trained tokens that were computed", "update/entropy/avg"),
+    "entropy": (
+        "of the next-token distribution, nats, mean over trained tokens, without the gradless",
+        "update/entropy/avg",
+    ),
     "grad_norm": ("global norm before clipping, mean over minibatches", "update/grad_norm"),
     "updates/skipped": ("optimizer updates left out because their gradient was not finite, so far", ""),
     "lr": ("learning rate of the step's last update", "update/lr"),

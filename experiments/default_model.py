@@ -7,6 +7,7 @@ greedy answer each, from our own generation engine.
 """
 
 import asyncio
+import dataclasses
 import pathlib
 from collections.abc import Sequence
 
@@ -17,10 +18,9 @@ from absl import app, flags
 from areal_jax import compilation, config
 from areal_jax.launch import roles
 from areal_jax.launch.threads import LocalGenerate
-from areal_jax.rewards.pool import RewardPool
-from areal_jax.rollout.evaluation import Evaluation, evaluate
+from areal_jax.rewards.final_answer import final_answer
+from areal_jax.rollout.evaluation import Evaluation, evaluate, plan
 from areal_jax.tokenizer import Tokenizer
-from areal_jax.types import Sampling
 from configs import math
 from experiments import runs
 
@@ -42,13 +42,13 @@ def main(argv: Sequence[str]) -> None:
     sampled = asyncio.run(ask(settings, LocalGenerate(scheduler), samples=SAMPLES, temperature=1.0))
     greedy = asyncio.run(ask(settings, LocalGenerate(scheduler), samples=1, temperature=0.0))
     scheduler.stop()
-    lengths = [len(each.completion.tokens) for group in sampled.groups for each in group]
+    lengths = [sample["tokens"] for record in sampled.records for sample in record["samples"]]
     p50, p99 = np.percentile(lengths, [50, 99])
     results = {
-        "problems": len(sampled.groups),
+        "problems": len(sampled.records),
         "samples": SAMPLES,
-        "pass@1": sampled.figures()["accuracy"],
-        f"pass@{SAMPLES}": float(np.mean([any(each.right for each in group) for group in sampled.groups])),
+        "pass@1": sampled.figures()["pass@1"],
+        f"pass@{SAMPLES}": sampled.figures()[f"pass@{SAMPLES}"],
         "greedy": greedy.figures()["accuracy"],
         "length": {"p50": p50, "p99": p99, "max": max(lengths), "p99_over_p50": p99 / p50},
     }
@@ -57,18 +57,17 @@ def main(argv: Sequence[str]) -> None:
 
 
 async def ask(settings: config.Config, generate: LocalGenerate, *, samples: int, temperature: float) -> Evaluation:
-    tokenizer = Tokenizer.load(settings.model.path)
-    with RewardPool(settings.reward.function, workers=1, timeout_s=settings.reward.timeout_s) as scorer:
+    tokenizer, slots = Tokenizer.load(settings.model.path), settings.generation.slots
+    asked = dataclasses.replace(settings.eval, samples=samples, temperature=temperature)
+    settings = dataclasses.replace(settings, eval=asked)
+    with roles.make_scorer(settings) as scorer:
         return await evaluate(
             roles.load_prompts(settings, "held_out", tokenizer),
-            prompts=settings.eval.prompts,
-            samples=samples,
-            in_flight=settings.generation.slots // samples,
-            sampling=Sampling(settings.rollout.max_new_tokens, temperature=temperature, stop_tokens=tokenizer.eos_ids),
-            max_prompt_tokens=settings.data.max_prompt_tokens,
+            plan(settings, stop_tokens=tokenizer.eos_ids, in_flight=slots, per_request=slots),
             generate=generate,
             scorer=scorer,
             tokenizer=tokenizer,
+            final_answer=final_answer,
         )
 
 

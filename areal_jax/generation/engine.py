@@ -29,7 +29,7 @@ from jetstream.engine import engine_api, tokenizer_pb2
 from areal_jax.generation import sampling
 from areal_jax.generation.jetstream_tokenizer import JetStreamTokenizer
 from areal_jax.models import decode, sharding
-from areal_jax.models.transformer import Params, TransformerConfig, bind, graph
+from areal_jax.models.transformer import Params, TransformerConfig, bind, graph, param_shapes
 
 STOP_TOKENS = 4  # stop tokens a request may have
 
@@ -128,7 +128,7 @@ class Engine(engine_api.Engine):
         if self.buckets[-1] < options.max_length:
             raise ValueError(
                 f"generation.length_buckets={self.buckets} end below the longest sequence, {options.max_length} tokens "
-                f"(data.max_prompt_tokens + rollout.max_new_tokens); add a bucket of at least {options.max_length}"
+                f"(data.max_prompt_tokens + the most new tokens); add a bucket of at least {options.max_length}"
             )
         self._tokenizer = tokenizer
         self._inserted = 0  # sequences that came through JetStream; each samples with a key of its own
@@ -148,6 +148,14 @@ class Engine(engine_api.Engine):
     def bucket(self, length: int) -> int:
         """The smallest compiled length that holds `length` tokens."""
         return next(b for b in self.buckets if b >= length)
+
+    @property
+    def places(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Shape, dtype and device of its weights by name: what is already so, `load` takes without a copy."""
+        here = jax.sharding.SingleDeviceSharding(self._mesh.devices.flat[0])
+        dtype = jnp.dtype(self.options.dtype)
+        shapes = param_shapes(self.config)
+        return {name: jax.ShapeDtypeStruct(s.shape, dtype, sharding=here) for name, s in shapes.items()}
 
     def load(self, params: Mapping[str, np.ndarray | Array], version: int) -> Weights:
         """Weights on this engine's device in its dtype; the old ones are untouched."""

@@ -11,6 +11,7 @@ is gone.
 
 import asyncio
 import dataclasses
+import functools
 import logging
 import os
 import pathlib
@@ -21,11 +22,15 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from areal_jax.config import Config
+from areal_jax.hub import model_directory
+from areal_jax.launch import run_files
 from areal_jax.metrics import JsonlWriter
 from areal_jax.types import UNPUBLISHED, PromptSource
 
 if TYPE_CHECKING:  # the controller starts without jax
     from areal_jax.generation.scheduler import Scheduler
+    from areal_jax.models.transformer import TransformerConfig
+    from areal_jax.rewards.pool import RewardPool
 
 log = logging.getLogger(__name__)
 
@@ -135,11 +140,11 @@ def train(
     `on_ready` is called when everything is compiled, before the first step.
     """
     from areal_jax.metrics import StepLog
-    from areal_jax.models.huggingface import load_model
+    from areal_jax.models.safetensors_files import read_params
     from areal_jax.trainer import loop
     from areal_jax.weights import Publisher
 
-    model_config, params = load_model(config.model.path)
+    shape = model_config(config)
 
     def open_log(version: int) -> StepLog:
         on_ready()
@@ -154,13 +159,53 @@ def train(
 
     loop.train(
         config,
-        model_config=model_config,
-        params=params,
+        model_config=shape,
+        read_params=functools.partial(read_params, model_directory(config.model.path), shape),
         queue=queue,
         publisher=Publisher(send, queue.announce, failed=stop.set),
         open_log=open_log,
         stop=stop,
     )
+
+
+def model_config(config: Config) -> "TransformerConfig":
+    """The model of `model.path` as every part of the run holds it: trainer and generators agree on its arrays.
+
+    The vocabulary is padded to what the trainer's tensor axis divides, and ids that the tokenizer does not define are
+    never sampled. Raises ValueError when the tokenizer has more ids than the model.
+    """
+    from areal_jax.models.huggingface import load_config
+    from areal_jax.tokenizer import Tokenizer
+
+    directory = model_directory(config.model.path)
+    # An axis of -1 (what the others leave) is only known on the trainer's devices: the mesh then says what must fit.
+    shape = load_config(directory, vocab_multiple=max(1, config.trainer.mesh.tensor))
+    if config.model.shape:
+        check_shape(config, shape)
+    ids = Tokenizer.load(directory).vocab_size
+    if ids > shape.vocab_size:
+        raise ValueError(
+            f"model.path={directory}: the tokenizer defines {ids} token ids, and config.json has vocab_size="
+            f"{shape.vocab_size}: the model has no weights for the last ones. The files there belong to different "
+            "models, or tokens were added without resizing the embedding"
+        )
+    return dataclasses.replace(shape, live_vocab=ids)
+
+
+def check_shape(config: Config, shape: "TransformerConfig") -> None:
+    """Raises ValueError that names the fields in which a model differs from `model.shape`."""
+    from areal_jax.models.huggingface import load_config
+
+    wanted = dataclasses.asdict(load_config(pathlib.Path(config.model.shape)))
+    here = dataclasses.asdict(shape) | dict.fromkeys(("padded_vocab", "live_vocab"), 0)  # how it lies in memory
+    differing = [name for name in wanted if wanted[name] != here[name]]
+    if differing:
+        name = differing[0]
+        raise ValueError(
+            f"config.model.path={config.model.path} has {name}={here[name]!r}, where config.model.shape="
+            f"{config.model.shape} says {wanted[name]!r} ({len(differing)} such fields: {', '.join(differing)}); give "
+            "the model that this recipe is for, or leave model.shape empty"
+        )
 
 
 def make_queue(config: Config) -> Any:
@@ -188,7 +233,7 @@ def _generator(config: Config, index: int, stop: threading.Event) -> None:
     server = servers.serve_generation(
         scheduler,
         address=config.generation.addresses[index],
-        tokenizer=Tokenizer.load(config.model.path),
+        tokenizer=Tokenizer.load(model_directory(config.model.path)),
         token=token(),
         max_new_tokens=config.rollout.max_new_tokens,
         temperature=config.rollout.temperature,
@@ -206,14 +251,14 @@ def make_scheduler(config: Config) -> "Scheduler":
     """A started scheduler over a warm engine. It holds the weights of `model.path` until the first publish."""
     from areal_jax.generation.engine import Engine, EngineOptions
     from areal_jax.generation.scheduler import Scheduler
-    from areal_jax.models.huggingface import load_model
+    from areal_jax.models.safetensors_files import read_params
     from areal_jax.tokenizer import Tokenizer
 
-    model_config, params = load_model(config.model.path)
+    directory, shape = model_directory(config.model.path), model_config(config)
     settings = config.generation
     options = EngineOptions(
         slots=settings.slots,
-        max_length=config.max_length,
+        max_length=config.cache_length,
         decode_steps=settings.decode_steps,
         prefill_rows=settings.prefill_rows,
         length_buckets=settings.length_buckets,
@@ -221,8 +266,8 @@ def make_scheduler(config: Config) -> "Scheduler":
         temperature=config.rollout.temperature,
         seed=config.run.seed,
     )
-    engine = Engine(model_config, options, tokenizer=Tokenizer.load(config.model.path))
-    weights = engine.load(params, UNPUBLISHED)
+    engine = Engine(shape, options, tokenizer=Tokenizer.load(directory))
+    weights = engine.load(read_params(directory, shape, engine.places), UNPUBLISHED)
     engine.warm_up(weights, lambda done, total: log.info("compiled %d of %d length buckets", done, total))
     scheduler = Scheduler(engine, weights, on_update=settings.on_update, max_waiting=settings.max_waiting)
     scheduler.start()
@@ -270,11 +315,11 @@ async def _rollout(config: Config, stop: threading.Event) -> None:
 
 async def control(config: Config, generate: Any, queue: Any, stop: threading.Event) -> None:
     """The controller with its reward pool and its files, on whatever generates and queues."""
-    from areal_jax.rewards.pool import RewardPool
+    from areal_jax.rewards.final_answer import final_answer
     from areal_jax.rollout import controller
     from areal_jax.tokenizer import Tokenizer
 
-    tokenizer = Tokenizer.load(config.model.path)
+    tokenizer = Tokenizer.load(model_directory(config.model.path))
     writers: dict[str, JsonlWriter] = {}
 
     def record(file: str, line: dict[str, Any]) -> None:
@@ -282,10 +327,23 @@ async def control(config: Config, generate: Any, queue: Any, stop: threading.Eve
             writers[file] = JsonlWriter(config.run_dir / f"{file}.jsonl")
         writers[file].write(line)
 
-    reward = config.reward
-    with RewardPool(reward.function, workers=reward.workers, timeout_s=reward.timeout_s) as scorer:
+    def keep(name: str, lines: Sequence[dict[str, Any]]) -> None:
+        run_files.write_lines(config.run_dir / "evaluations" / f"{name}.jsonl", lines)
+
+    with make_scorer(config) as scorer:
+
+        def record_with_pool(file: str, line: dict[str, Any]) -> None:
+            counts = {"reward_unanswered": dict(scorer.unanswered)} if file == "rollout" else {}
+            record(file, {**line, **counts})
+
         services = controller.Services(
-            generate=generate, scorer=scorer, queue=queue, tokenizer=tokenizer, record=record
+            generate=generate,
+            scorer=scorer,
+            queue=queue,
+            tokenizer=tokenizer,
+            record=record_with_pool,
+            keep=keep,
+            final_answer=final_answer,
         )
         await controller.run(
             config,
@@ -294,6 +352,20 @@ async def control(config: Config, generate: Any, queue: Any, stop: threading.Eve
             held_out=load_prompts(config, "held_out", tokenizer),
             stop=await _as_asyncio(stop),
         )
+
+
+def make_scorer(config: Config) -> "RewardPool":
+    """The reward pool. Raises ValueError when `reward.function` cannot be imported."""
+    from areal_jax.rewards.pool import RewardPool
+
+    reward = config.reward
+    return RewardPool(
+        reward.function,
+        workers=reward.workers,
+        timeout_s=reward.timeout_s,
+        memory_gb=reward.memory_gb,
+        sandbox=reward.sandbox,
+    )
 
 
 def load_prompts(config: Config, split: str, tokenizer: Any) -> PromptSource:

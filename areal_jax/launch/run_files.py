@@ -8,6 +8,7 @@ not exist yet, a last line that is half written, a run that is going on or was k
 import itertools
 import json
 import math
+import os
 import pathlib
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -25,8 +26,11 @@ config.json         the whole configuration, defaults and overrides resolved
 metrics.jsonl       the trainer, one line per training step; the README of the repository explains each name
 evaluations.jsonl   the held-out score, one line per evaluation: phase before | during | after, and the version asked
 rollout.jsonl       the rollout controller, about a line per second; started, finished, failed and right are totals
+skipped.jsonl       prompts to train on that were not asked, with the cause: too_long has tokens and their limit; again
+                    after a start that goes on from an older checkpoint; held-out ones are in evaluations.jsonl
 generation-N.jsonl  generation server N, about a line per second; interval_s, busy_s, tokens, requests, swaps,
                     swap_stall_s and recomputed_tokens are those of the interval
+evaluations/        all completions of each evaluation, VERSION-PHASE.jsonl: one line per problem, with its samples
 completions.jsonl   a few held-out prompts with their completions before and after training
 starts.jsonl        one line per start of this run: a run that was stopped goes on with the same command
 logs/ROLE.log       what each process printed
@@ -44,6 +48,15 @@ def open_run(directory: pathlib.Path, command: Sequence[str]) -> None:
     (directory / "README.txt").write_text(README)
     with (directory / "starts.jsonl").open("a") as file:
         file.write(json.dumps({"time": time.time(), "command": list(command)}) + "\n")
+
+
+def write_lines(path: pathlib.Path, lines: Sequence[Line]) -> None:
+    """A whole JSONL file at once: whoever reads it finds all of it or what was there before."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(path.name + ".tmp")
+    with temporary.open("w", encoding="utf-8") as file:
+        file.writelines(json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n" for line in lines)
+    os.replace(temporary, path)
 
 
 class Tail:

@@ -26,7 +26,6 @@ from areal_jax.config import Config
 from areal_jax.generation.scheduler import Scheduler
 from areal_jax.launch import processes, roles, run_files
 from areal_jax.launch.display import Display
-from areal_jax.models.huggingface import load_config
 from areal_jax.rollout.local_queue import LocalQueue
 from areal_jax.trainer import loop
 from areal_jax.transport.generation_service import completions
@@ -54,7 +53,7 @@ def run(config: Config, *, command: Sequence[str]) -> int:
 
 def _run_parts(config: Config, stop: threading.Event, display: Display) -> None:
     ending = threading.Event()  # of all parts: asked to, or one has failed
-    loop.build(config, load_config(pathlib.Path(config.model.path)))  # what does not fit is told before all compiles
+    loop.build(config, roles.model_config(config))  # what does not fit is told before all compiles
     scheduler = roles.make_scheduler(config)
     queue = roles.make_queue(config)
 

@@ -88,7 +88,7 @@ async def generate_and_score(
 ) -> list[Judged]:
     """All samples of the request, judged, in its order. Raises RolloutFailed when a single one is missing.
 
-    With `cut_off="wrong"` (reward.cut_off) a completion that did not end by itself is wrong, whatever the verifier says.
+    With `cut_off="wrong"` (reward.cut_off) a completion that does not end by itself is wrong, whatever it says.
     """
     with failing_as(prompt.uid, "generation"):
         completions = await generate(request)

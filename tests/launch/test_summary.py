@@ -177,5 +177,6 @@ def test_opening_a_run_explains_its_files_and_counts_its_starts(tmp_path):
     run_files.open_run(tmp_path / "new" / "run", ["python", "-m", "areal_jax.main"])
     directory = tmp_path / "new" / "run"
     assert len(run_files.read_lines(directory / "starts.jsonl")) == 2
-    for name in ("summary.png", "metrics.jsonl", "evaluations.jsonl", "rollout.jsonl", "completions.jsonl", "logs/"):
+    files = "summary.png metrics.jsonl evaluations.jsonl rollout.jsonl completions.jsonl evaluations/ logs/"
+    for name in files.split():
         assert name in (directory / "README.txt").read_text()
