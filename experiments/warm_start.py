@@ -30,7 +30,7 @@ from absl import app, flags
 
 from areal_jax import compilation
 from areal_jax.config import MeshConfig, OptimizerConfig, TrainerConfig
-from areal_jax.models.huggingface import save_model
+from areal_jax.models.safetensors_files import save_model
 from areal_jax.models.transformer import TransformerConfig, init_params
 from areal_jax.rollout import arithmetic
 from areal_jax.rollout.arithmetic import Problem

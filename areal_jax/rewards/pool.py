@@ -1,15 +1,19 @@
 """The reward pool: verdicts from processes that may hang, crash or be killed, with a deadline each.
 
 In: the completions of one prompt. Out: one verdict each, or a `RewardError`. Called by the rollout controller (asyncio)
-and from threads. Waits for its workers, never longer than the deadline per verdict.
+and from threads. Waits for its workers, never longer than the deadline per verdict and the start of a process.
 
 A worker is a process of its own with a socket (`worker.py`), started once and used for the whole run. The completions
-of a group travel in one message, verdicts come back one by one, so that the deadline is each verdict's own. A reward
-that raises, hangs or kills its process costs its group, never the pool: a hung worker is killed and a new one started.
+of a group travel in one message, verdicts come back one by one, so that the deadline is each verdict's own. A process
+that hangs, crashes or uses up its memory is killed, and a spare one, whose imports are done, takes its place at once
+while the next spare starts. A completion that was left unanswered so fails its group, as does one whose reward raises;
+or it is wrong and the others are judged, when the reward function declares that (`declared.py`).
 """
 
 import asyncio
+import collections
 import json
+import logging
 import os
 import queue
 import socket
@@ -18,37 +22,67 @@ import sys
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import IO, Any, Literal
+
+from areal_jax.rewards import sandbox as sandboxes
 
 START_TIMEOUT_S = 120.0  # a worker's imports; sympy takes 2 s, a busy machine many times that
+MOST_PRINTED_BYTES = 2**16  # of what one process prints; the rest is left out of the log
+
+log = logging.getLogger(__name__)
 
 
 class RewardError(Exception):
-    """A completion that could not be judged: the reward function raised, or its process ended."""
+    """A completion that could not be judged: the reward function raised."""
 
     cause = "reward_error"
 
 
-class RewardTimeout(RewardError):
+class RewardUnanswered(RewardError):
+    """The reward function did not return: its process ended."""
+
+    cause = "reward_crash"
+
+
+class RewardTimeout(RewardUnanswered):
     """The reward function did not return within reward.timeout_s."""
 
     cause = "reward_timeout"
 
 
+class RewardMemory(RewardUnanswered):
+    """The reward function wanted more memory than reward.memory_gb."""
+
+    cause = "reward_memory"
+
+
 class RewardPool:
     """Calls `function` ("module:function", a `RewardFn`) in `workers` processes.
 
-    Raises ValueError when the function cannot be imported. Close it, or use it as a context manager.
+    Raises ValueError when the function cannot be imported, or when there can be no sandbox. Close it, or use it as a
+    context manager. `unanswered` counts by cause the completions that are wrong because they were left unanswered.
     """
 
-    def __init__(self, function: str, *, workers: int = 1, timeout_s: float = 10.0) -> None:
-        self._workers = [_Worker(function, timeout_s) for _ in range(workers)]
-        self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
+    def __init__(
+        self,
+        function: str,
+        *,
+        workers: int = 1,
+        timeout_s: float = 5.0,
+        memory_gb: float = 2.0,
+        sandbox: Literal["limits", "bubblewrap"] = "limits",
+    ) -> None:
+        self.unanswered: collections.Counter[str] = collections.Counter()
+        self._processes = _Processes(
+            function, timeout_s, memory_gb, sandboxes.bubblewrap() if sandbox == "bubblewrap" else []
+        )
+        self._idle: queue.SimpleQueue[_Process] = queue.SimpleQueue()
         self._threads = ThreadPoolExecutor(workers, thread_name_prefix="reward")
         try:
-            for worker in self._workers:  # all of them are starting already
-                worker.wait_ready()
-                self._idle.put(worker)
+            for process in [self._processes.start() for _ in range(workers)]:  # all of them are starting already
+                process.wait_ready()
+                self._idle.put(process)
+            self._processes.start_spare()
         except BaseException:
             self.close()
             raise
@@ -62,19 +96,32 @@ class RewardPool:
 
     def score_now(self, completions: Sequence[str], *, answer: str, prompt: str) -> list[float]:
         """The same for a thread that may wait."""
-        worker = self._idle.get()
+        verdicts: list[float] = []
+        process = self._idle.get()
         try:
-            return worker.score(completions, answer=answer, prompt=prompt)
+            while len(verdicts) < len(completions):
+                try:
+                    process.score(completions[len(verdicts) :], answer=answer, prompt=prompt, verdicts=verdicts)
+                except RewardUnanswered as error:
+                    process = self._processes.replace(process)
+                    verdicts.append(self._left_unanswered(error, process.unanswered))
         finally:
-            self._idle.put(worker)
+            self._idle.put(process)
+        return verdicts
+
+    def _left_unanswered(self, error: RewardUnanswered, worth: str) -> float:
+        """The verdict of wrong where the reward function declares that; raises the error where it does not."""
+        if worth != "wrong":
+            raise error
+        self.unanswered[error.cause] += 1
+        log.warning("%s; the completion counts as wrong (so far: %s)", error, dict(self.unanswered))
+        return 0.0
 
     def close(self) -> None:
         """Kills the workers; what is being scored raises RewardError."""
-        for worker in self._workers:
-            worker.kill()
+        self._processes.close()
         self._threads.shutdown(cancel_futures=True)
-        for worker in self._workers:
-            worker.end()
+        self._processes.end()
 
     def __enter__(self) -> "RewardPool":
         return self
@@ -83,29 +130,74 @@ class RewardPool:
         self.close()
 
 
-class _Worker:
-    """One process at a time, replaced when it has to be killed."""
+class _Processes:
+    """Starts processes, keeps one spare, and knows all that run, to end them."""
 
-    def __init__(self, function: str, timeout_s: float) -> None:
-        self._function = function
-        self._timeout_s = timeout_s
+    def __init__(self, function: str, timeout_s: float, memory_gb: float, prefix: Sequence[str]) -> None:
+        self._arguments = (function, timeout_s, memory_gb, prefix)
         self._lock = threading.Lock()  # of start against close
         self._closed = False
-        self._start()
+        self._running: set[_Process] = set()
+        self._spare: _Process | None = None
 
-    def _start(self) -> None:
-        ours, theirs = socket.socketpair()
-        arguments = [str(theirs.fileno()), self._function, str(self._timeout_s)]
+    def start(self) -> "_Process":
+        with self._lock:
+            return self._start()
+
+    def start_spare(self) -> None:
+        self._spare = self.start()
+
+    def replace(self, old: "_Process") -> "_Process":
+        """The spare in place of a process that is done for. Raises RewardError when the pool is closed."""
+        old.end()
+        with self._lock:
+            if self._closed or self._spare is None:
+                raise RewardError("the reward pool was closed before all completions were judged")
+            self._running.discard(old)
+            new, self._spare = self._spare, self._start()
+        new.wait_ready()
+        return new
+
+    def _start(self) -> "_Process":
+        process = _Process(*self._arguments)
+        self._running.add(process)
+        return process
+
+    def close(self) -> None:
+        """Kills all; no new process is started."""
+        with self._lock:
+            self._closed = True
+            for process in self._running:
+                process.kill()
+
+    def end(self) -> None:
+        for process in self._running:
+            process.end()
+
+
+class _Process:
+    """One worker process."""
+
+    def __init__(self, function: str, timeout_s: float, memory_gb: float, prefix: Sequence[str]) -> None:
+        self._function = function
+        self._timeout_s = timeout_s
+        self._memory_gb = memory_gb
+        self.unanswered = "fail"
+        self._socket, theirs = socket.socketpair()
+        arguments = [str(theirs.fileno()), function, str(timeout_s), str(memory_gb)]
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "areal_jax.rewards.worker", *arguments],
+                [*prefix, sys.executable, "-m", "areal_jax.rewards.worker", *arguments],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
-                stdout=2,  # what a reward prints is for the log
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                env=sandboxes.environment(os.environ),
             )
-        self._socket = ours
-        self._replies = ours.makefile("rb")
+        self._replies = self._socket.makefile("rb")
+        assert self._process.stdout is not None
+        self._printing = threading.Thread(target=_print, args=(self._process.stdout,), daemon=True)
+        self._printing.start()
 
     def wait_ready(self) -> None:
         """Waits until the process has imported the reward function. Raises ValueError when it cannot."""
@@ -119,50 +211,54 @@ class _Worker:
                 f"reward.function={self._function!r} cannot be used: {reply['error']}; give module:function of a "
                 "function that takes completion, answer and prompt"
             )
+        self.unanswered = reply["unanswered"]
         self._socket.settimeout(self._timeout_s)
 
-    def score(self, completions: Sequence[str], *, answer: str, prompt: str) -> list[float]:
+    def score(self, completions: Sequence[str], *, answer: str, prompt: str, verdicts: list[float]) -> None:
+        """Appends to `verdicts` one by one. After RewardUnanswered the process has to be replaced."""
         request = json.dumps({"completions": list(completions), "answer": answer, "prompt": prompt})
+        name = f"reward.function={self._function!r}"
         try:
             self._socket.sendall(request.encode() + b"\n")
-            replies = [self._reply() for _ in completions]
+            for _ in completions:
+                verdicts.append(self._reply(name))
         except TimeoutError as error:
-            self._replace()
             raise RewardTimeout(
-                f"reward.function={self._function!r} did not return within reward.timeout_s={self._timeout_s:g}; its "
-                "process was killed"
+                f"{name} did not return within reward.timeout_s={self._timeout_s:g}; its process was killed"
             ) from error
         except OSError as error:
-            self._replace()
-            raise RewardError(f"the process of reward.function={self._function!r} ended: {error}") from error
-        return replies
+            raise RewardUnanswered(f"the process of {name} ended: {error}") from error
 
-    def _reply(self) -> float:
+    def _reply(self, name: str) -> float:
         line = self._replies.readline()
         if not line:
             self._process.kill()  # it has ended already, or has closed a socket that is not its own
             raise ConnectionResetError(f"exit status {self._process.wait()}")
         reply: Any = json.loads(line)
-        if isinstance(reply, dict):
-            raise RewardError(f"reward.function={self._function!r} raised {reply['error']}")
-        return float(reply)
-
-    def _replace(self) -> None:
-        with self._lock:
-            self.end()
-            if self._closed:
-                return
-            self._start()
-        self.wait_ready()
+        if not isinstance(reply, dict):
+            return float(reply)
+        if reply["cause"] == RewardMemory.cause:
+            raise RewardMemory(
+                f"{name} wanted more memory than reward.memory_gb={self._memory_gb:g}; its process was killed"
+            )
+        raise RewardError(f"{name} raised {reply['error']}")
 
     def kill(self) -> None:
-        """For good: no new process is started."""
-        with self._lock:
-            self._closed = True
-            self._process.kill()
+        self._process.kill()
 
     def end(self) -> None:
+        """Kills the process and lets go of all that belongs to it."""
         self._process.kill()
         self._process.wait()
         self._replies.close()
         self._socket.close()
+        self._printing.join(1.0)  # a process that a reward left behind may keep the pipe open
+
+
+def _print(printed: IO[bytes]) -> None:
+    """Copies what a process prints to our own standard error, up to a limit."""
+    with printed:
+        left = MOST_PRINTED_BYTES
+        while chunk := printed.read1():  # type: ignore[attr-defined]
+            os.write(2, chunk[:left])
+            left = max(0, left - len(chunk))

@@ -1,15 +1,17 @@
-"""The process in which rewards are computed: `python -m areal_jax.rewards.worker FD module:function TIMEOUT_S`.
+"""The process of the rewards: `python -m areal_jax.rewards.worker FD module:function TIMEOUT_S MEMORY_GB`.
 
 In: one JSON object per line on a socket, {"completions": [...], "answer": ..., "prompt": ...}. Out: one line of JSON
-per completion, as soon as it is judged: the verdict, or {"error": text}, after which the rest of that request is left
-out. The first line says {"ready": true}, or the error that keeps the function from being called. Started by `pool.py`,
-which it waits for; it ends when its pool does, also in the middle of a reward that never returns.
+per completion, as soon as it is judged: the verdict, or {"error": text, "cause": ...}, after which the rest of that
+request is left out. The first line says {"ready": true, "unanswered": ...} (see `declared.py`), or the error that keeps
+the function from being called. Started by `pool.py`, which it waits for; it ends when its pool does, also in the middle
+of a reward that never returns.
 """
 
 import importlib
 import json
 import math
 import os
+import pathlib
 import resource
 import select
 import signal
@@ -19,11 +21,16 @@ import threading
 import traceback
 from typing import IO, TYPE_CHECKING, Any
 
+from areal_jax.rewards.declared import declaration
+
 if TYPE_CHECKING:
     from areal_jax.types import RewardFn  # not at run time: numpy would take longer than all else here
 
+MOST_FILE_BYTES = 2**20  # of a file that a reward writes
+MOST_OPEN_FILES = 64
 
-def main(fd: int, spec: str, timeout_s: float) -> None:
+
+def main(fd: int, spec: str, timeout_s: float, memory_gb: float) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole terminal; the pool ends its workers itself
     connection = socket.socket(fileno=fd)
     threading.Thread(target=_end_with_pool, args=(connection,), daemon=True).start()
@@ -31,10 +38,13 @@ def main(fd: int, spec: str, timeout_s: float) -> None:
         module, _, name = spec.partition(":")
         try:
             function = getattr(importlib.import_module(module), name)
+            declared = declaration(function)
+            declared.prepare()
         except Exception as error:  # whatever a user's module does while it is imported is told to the pool
             _send(replies, {"error": _describe(error)})
             return
-        _send(replies, {"ready": True})
+        _limit(memory_gb)
+        _send(replies, {"ready": True, "unanswered": declared.unanswered})
         for line in requests:
             _serve(function, json.loads(line), replies, timeout_s)
 
@@ -45,8 +55,11 @@ def _serve(function: "RewardFn", request: dict[str, Any], replies: IO[bytes], ti
         try:
             verdict = float(function(completion=completion, answer=request["answer"], prompt=request["prompt"]))
             _check(verdict)
+        except MemoryError:
+            _send(replies, {"error": "MemoryError", "cause": "reward_memory"})
+            return
         except (Exception, SystemExit) as error:  # the reward is others' code: its error goes to whoever asked
-            _send(replies, {"error": _describe(error)})
+            _send(replies, {"error": _describe(error), "cause": "reward_error"})
             return
         _send(replies, verdict)
 
@@ -54,6 +67,21 @@ def _serve(function: "RewardFn", request: dict[str, Any], replies: IO[bytes], ti
 def _check(verdict: float) -> None:
     if not (math.isfinite(verdict) and 0.0 <= verdict <= 1.0):
         raise ValueError(f"the reward function returned {verdict}; a verdict lies between 0.0 (wrong) and 1.0 (right)")
+
+
+def _limit(memory_gb: float) -> None:
+    """Limits for good: memory beyond what the imports took, the size and number of files, no core dumps."""
+    pages = int(pathlib.Path("/proc/self/statm").read_text().split()[0])
+    memory = pages * resource.getpagesize() + int(memory_gb * 2**30)
+    for limit, value in (
+        (resource.RLIMIT_AS, memory),
+        (resource.RLIMIT_FSIZE, MOST_FILE_BYTES),
+        (resource.RLIMIT_NOFILE, MOST_OPEN_FILES),
+        (resource.RLIMIT_CORE, 0),
+    ):
+        _, hard = resource.getrlimit(limit)
+        value = value if hard == resource.RLIM_INFINITY else min(value, hard)
+        resource.setrlimit(limit, (value, value))
 
 
 def _limit_cpu(timeout_s: float) -> None:
@@ -83,4 +111,4 @@ def _send(stream: IO[bytes], reply: object) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2], float(sys.argv[3]))
+    main(int(sys.argv[1]), sys.argv[2], float(sys.argv[3]), float(sys.argv[4]))

@@ -35,6 +35,12 @@ class Sum(NamedTuple):
         return hashlib.md5(self.text.encode(), usedforsecurity=False).digest()[0] % HELD_OUT_OF == 0
 
 
+def all_sums(largest: int, operators: str) -> list[Sum]:
+    """Every problem of two numbers from 1 to `largest`."""
+    numbers = range(1, largest + 1)
+    return [Sum(a, operator, b) for a in numbers for operator in operators for b in numbers]
+
+
 class Sums:
     """Two numbers from 1 to `largest`, and one of `operators` ("+", "-" or both, "+-").
 
@@ -58,9 +64,8 @@ class Sums:
             )
         if "{prompt}" not in template:
             raise ValueError(f'template={template!r} must contain "{{prompt}}", where the question goes')
-        numbers = range(1, largest + 1)
-        problems = [Sum(a, operator, b) for a in numbers for operator in operators for b in numbers]
-        self._problems = [problem for problem in problems if problem.held_out == (split == "held_out")]
+        held_out = split == "held_out"
+        self._problems = [problem for problem in all_sums(largest, operators) if problem.held_out == held_out]
         self._seed = 0 if split == "held_out" else seed  # the same held-out problems in every run
         self._tokenizer, self._template = tokenizer, template
 

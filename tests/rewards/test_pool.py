@@ -11,10 +11,11 @@ import time
 
 import pytest
 
-from areal_jax.rewards.pool import RewardError, RewardPool, RewardTimeout
+from areal_jax.rewards.pool import RewardError, RewardMemory, RewardPool, RewardTimeout, RewardUnanswered
 
 REWARDS = """
 import os, sys, time
+from areal_jax.rewards.declared import declare
 
 def same(*, completion, answer, prompt):
     return completion == answer
@@ -35,12 +36,37 @@ def by_order(*, completion, answer, prompt):
         sys.exit(3)
     if completion == "raise":
         raise KeyError("no such problem")
+    if completion == "grow":
+        return len([bytearray(2**24) for _ in range(2**12)])  # 64 GB
+    if completion == "modest":
+        return len(bytearray(2**26)) > 0  # 64 MB
+    if completion == "write":
+        with open(answer, "wb") as file:
+            file.write(bytes(2**22))
+    if completion == "flood":
+        print("x" * 2**22)
+        return 1
+    if completion == "environment":
+        return answer in os.environ
     if completion == "print":
         print("a reward prints")
         return 1
     if completion == "pid":
         return 1 / os.getpid()
     return float(completion)
+
+@declare(unanswered="wrong")
+def forgiving(*, completion, answer, prompt):
+    return by_order(completion=completion, answer=answer, prompt=prompt)
+"""
+SLOW_IMPORT = """
+import os, time
+time.sleep({seconds})
+
+def by_order(*, completion, answer, prompt):
+    while completion == "hang":
+        time.sleep(1)
+    return 1 / os.getpid()
 """
 
 
@@ -223,7 +249,7 @@ def test_a_group_of_eight_costs_the_caller_little():
 def test_the_kernel_ends_a_computation_that_nobody_is_left_to_kill(rewards):
     ours, theirs = socket.socketpair()
     path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
-    arguments = [str(theirs.fileno()), "some_rewards:by_order", "0.1"]
+    arguments = [str(theirs.fileno()), "some_rewards:by_order", "0.1", "1"]
     with subprocess.Popen(
         [sys.executable, "-m", "areal_jax.rewards.worker", *arguments],
         pass_fds=[theirs.fileno()],
@@ -231,7 +257,108 @@ def test_the_kernel_ends_a_computation_that_nobody_is_left_to_kill(rewards):
     ) as worker:
         theirs.close()
         ours.sendall(b'{"completions": ["power"], "answer": "", "prompt": ""}\n')
-        assert ours.recv(100) == b'{"ready": true}\n'
+        assert ours.recv(100) == b'{"ready": true, "unanswered": "fail"}\n'
         time.sleep(0.2)
         ours.close()  # it cannot notice: the power holds the interpreter's lock
         assert worker.wait(60) == -signal.SIGXCPU
+
+
+def test_too_much_memory_costs_one_group_and_says_so(rewards):
+    with RewardPool("some_rewards:by_order", memory_gb=0.25) as pool:
+        before = score(pool, "pid")
+        with pytest.raises(RewardMemory, match="wanted more memory than reward.memory_gb=0.25") as raised:
+            score(pool, "1", "grow", "1")
+        assert raised.value.cause == "reward_memory"
+        assert score(pool, "pid") != before and score(pool, "1") == [1.0]
+
+
+def test_the_memory_limit_is_beyond_what_the_imports_took(rewards):
+    (rewards / "large_rewards.py").write_text(
+        "import some_rewards\nheld = bytes(2**28)\nby_order = some_rewards.by_order\n"
+    )
+    with RewardPool("large_rewards:by_order", memory_gb=0.125) as pool:
+        assert score(pool, "modest") == [1.0]
+        with pytest.raises(RewardMemory):
+            score(pool, "grow")
+
+
+@pytest.mark.parametrize(("misdeed", "cause"), [("hang", "timeout"), ("die", "crash"), ("grow", "memory")])
+def test_a_declared_verifier_that_does_not_answer_makes_one_completion_wrong(rewards, caplog, misdeed, cause):
+    with RewardPool("some_rewards:forgiving", timeout_s=2.0, memory_gb=0.125) as pool:
+        assert score(pool, "1", misdeed, "1", misdeed, "0.5") == [1.0, 0.0, 1.0, 0.0, 0.5]
+        assert pool.unanswered == {f"reward_{cause}": 2}
+        assert f"the completion counts as wrong (so far: {{'reward_{cause}': 2}})" in caplog.text
+        with pytest.raises(RewardError, match="raised KeyError"):
+            score(pool, "1", "raise")
+        assert score(pool, "1") == [1.0]
+
+
+def test_an_undeclared_reward_that_does_not_answer_fails_its_group_and_is_never_wrong(pool):
+    for misdeed in ("hang", "die"):
+        with pytest.raises(RewardUnanswered):
+            score(pool, "1", misdeed)
+    assert not pool.unanswered
+
+
+def test_a_closed_pool_calls_nothing_wrong(rewards):
+    pool = RewardPool("some_rewards:forgiving", timeout_s=60.0)
+    threading.Timer(0.3, pool.close).start()
+    with pytest.raises(RewardError, match="closed"):
+        score(pool, "hang", "1")
+    assert not pool.unanswered
+
+
+def test_a_killed_process_is_replaced_by_a_spare_whose_imports_are_done(rewards):
+    (rewards / "slow_import.py").write_text(SLOW_IMPORT.format(seconds=2.0))
+    with RewardPool("slow_import:by_order", timeout_s=0.2) as pool:
+        time.sleep(4.0)  # the spare is ready
+        took, pids = [], set()
+        for _ in range(2):
+            pids.add(score(pool, "pid")[0])
+            began = time.monotonic()
+            with pytest.raises(RewardTimeout):
+                score(pool, "hang")
+            pids.add(score(pool, "pid")[0])
+            took.append(time.monotonic() - began)
+            time.sleep(4.0)  # the next one has come up in the background
+        assert max(took) < 1.0, took  # the deadline, and a fraction of the import's 2 s
+        assert len(pids) == 3
+
+
+def test_kills_in_a_row_wait_for_the_next_spare_and_survive(rewards):
+    (rewards / "slow_import.py").write_text(SLOW_IMPORT.format(seconds=0.5))
+    with RewardPool("slow_import:by_order", workers=2, timeout_s=0.2) as pool:
+        for _ in range(6):
+            with pytest.raises(RewardTimeout):
+                score(pool, "hang")
+        assert len(score(pool, "pid", "pid")) == 2
+
+
+def test_a_spare_ends_with_the_pool(rewards):
+    with RewardPool("some_rewards:by_order") as pool:
+        pids = [process._process.pid for process in pool._processes._running]
+    assert len(pids) == 2 and all(wait_until_gone(pid) for pid in pids)
+
+
+def test_a_reward_writes_no_large_file(pool, tmp_path):
+    with pytest.raises(RewardError, match="File too large"):
+        pool.score_now(["write"], answer=str(tmp_path / "large"), prompt="")
+    assert (tmp_path / "large").stat().st_size <= 2**20
+    assert score(pool, "1") == [1.0]
+
+
+def test_only_the_beginning_of_what_a_reward_prints_reaches_the_log(pool, capfd):
+    assert score(pool, "flood", "1") == [1.0, 1.0]
+    pool.close()
+    assert 2**15 < len(capfd.readouterr().err) < 2**17
+
+
+@pytest.mark.parametrize("name", ["AREAL_JAX_TOKEN", "HF_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "ANYTHING"])
+def test_no_variable_that_may_hold_a_secret_reaches_a_reward(rewards, monkeypatch, name):
+    monkeypatch.setenv(name, "secret")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    with RewardPool("some_rewards:by_order") as pool:
+        verdicts = [
+            pool.score_now(["environment"], answer=each, prompt="") for each in (name, "PATH", "OMP_NUM_THREADS")
+        ]
+    assert verdicts == [[0.0], [1.0], [1.0]]

@@ -1,0 +1,36 @@
+"""Your model, your data: a start for a model of up to a few billion parameters on one accelerator.
+
+    python -m areal_jax.main --config=configs/own.py --config.model.path=DIR_OR_HUB_ID \
+        --config.data.train=train.jsonl --config.eval.data=test.jsonl
+
+Asynchronous RL (AReaL, arXiv 2505.24298) with a batch that is small beside the paper's. First look at what it will take:
+the same command with `--dry_run`. Sizes to change first: rollout.max_new_tokens, trainer.prompts_per_step,
+trainer.token_budget (at least the longest prompt and answer together), generation.slots, the dtypes on a CPU. What to
+expect depends on model and data; experiments/README.md has a 135M model on two CPU cores.
+"""
+
+from areal_jax.config import default_config
+
+
+def get_config():
+    config = default_config()
+    config.run.name = "own"
+
+    config.data.max_prompt_tokens = 512
+    config.rollout.max_new_tokens = 1024
+    config.rollout.group_size = 8
+    config.rollout.max_staleness = 2
+    config.reward.correct, config.reward.incorrect = 1.0, 0.0
+
+    config.trainer.steps = 200
+    config.trainer.prompts_per_step = 16
+    config.trainer.token_budget = 4096
+    config.trainer.optimizer.lr = 2e-6
+    config.trainer.optimizer.warmup_fraction = 0.05
+    config.trainer.objective.minibatches = 1
+    config.trainer.objective.group_baseline = True
+    config.trainer.objective.normalize_advantages = "group"
+
+    config.eval.every = 20
+    config.eval.prompts = 128
+    return config
