@@ -3,7 +3,7 @@
     python -m areal_jax.main --config=configs/own.py --config.model.path=DIR_OR_HUB_ID \
         --config.data.train=train.jsonl --config.eval.data=test.jsonl
 
-Asynchronous RL (AReaL, arXiv 2505.24298) with a batch that is small beside the paper's. First look at what it will take:
+Asynchronous RL (AReaL, arXiv 2505.24298) with a batch that is small beside the paper's. See first what it will take:
 the same command with `--dry_run`. Sizes to change first: rollout.max_new_tokens, trainer.prompts_per_step,
 trainer.token_budget (at least the longest prompt and answer together), generation.slots, the dtypes on a CPU. What to
 expect depends on model and data; experiments/README.md has a 135M model on two CPU cores.

@@ -4,16 +4,25 @@
     python -m areal_jax.main --config=configs/smollm2_135m_math.py
     python -m areal_jax.main --config=configs/smollm2_135m_math.py:two_digits
 
-One-digit sums asked in words by default; `:two_digits` asks for sums and differences up to 60. Asynchronous RL
-(AReaL, arXiv 2505.24298) in three local processes, all parameters trained in float32. Two CPU cores, 8 GB;
-numbers and pictures in experiments/README.md.
+One-digit sums asked in words; behind the colon, `two_digits` asks for sums and differences of numbers up to 60, and
+`chain_sum` for sums of two or three numbers of reasoning-gym (pip install reasoning-gym). Asynchronous RL (AReaL, arXiv
+2505.24298) in three local processes; all parameters train, in float32. Two CPU cores, 8 GB of memory. Expect one-digit
+sums to be learned in a few minutes; numbers and pictures are in experiments/README.md.
 """
 
 from areal_jax.config import default_config
 
-TASKS = {"one_digit": {"largest": 9, "operators": "+"}, "two_digits": {"largest": 60, "operators": "+-"}}
 # The model's own chat format without its system prompt, which would double the length of every prompt.
 TEMPLATE = "<|im_start|>user\n{prompt}<|im_end|>\n<|im_start|>assistant\n"
+SUMS = {
+    "one_digit": {"largest": 9, "operators": "+", "template": TEMPLATE},
+    "two_digits": {"largest": 60, "operators": "+-", "template": TEMPLATE},
+}
+CHAIN_SUM = {
+    "tasks": {"chain_sum": {"min_terms": 2, "max_terms": 3, "min_digits": 1, "max_digits": 2}},
+    "answer_in": "text",
+    "system": "You calculate.",
+}
 
 
 def get_config(task="one_digit"):
@@ -21,12 +30,22 @@ def get_config(task="one_digit"):
     config.run.name = f"smollm2_{task}"
     config.model.path = "runs/smollm2"
 
-    config.data.train = config.eval.data = "areal_jax.rollout.sums:Sums"
-    config.data.options = TASKS[task] | {"template": TEMPLATE}
-    config.eval.options = TASKS[task] | {"template": TEMPLATE}
-    config.data.max_prompt_tokens = 24
-    config.rollout.max_new_tokens = 16
-    config.reward.function = "areal_jax.rewards.math_answer:last_number_matches"
+    if task == "chain_sum":
+        config.data.train = config.eval.data = "areal_jax.rollout.reasoning_gym:Tasks"
+        config.data.options, config.eval.options = CHAIN_SUM, CHAIN_SUM
+        config.reward.function = "areal_jax.rewards.reasoning_gym:solves"
+        config.data.max_prompt_tokens = 64
+        config.rollout.max_new_tokens = 8
+        config.generation.length_buckets = (72,)
+        config.trainer.row_buckets = (160,)
+    else:
+        config.data.train = config.eval.data = "areal_jax.rollout.sums:Sums"
+        config.data.options, config.eval.options = SUMS[task], SUMS[task]
+        config.reward.function = "areal_jax.rewards.math_answer:last_number_matches"
+        config.data.max_prompt_tokens = 24
+        config.rollout.max_new_tokens = 16
+        config.generation.length_buckets = (40,)
+        config.trainer.row_buckets = (80,)
     config.reward.cut_off = "wrong"  # an answer must end by itself
     config.reward.correct, config.reward.incorrect = 1.0, 0.0
 
@@ -42,13 +61,11 @@ def get_config(task="one_digit"):
     config.trainer.objective.normalize_advantages = "group"
 
     config.trainer.token_budget = 640
-    config.trainer.row_buckets = (80,)
     config.trainer.logprob_chunk = 320
-    config.generation.slots = 64
     config.generation.decode_steps = 4
-    config.generation.length_buckets = (40,)
-    config.generation.prefill_rows = 8
-    config.eval.every = 5
-    config.eval.prompts = 64
-    config.trainer.checkpoint.every = 0
+    config.eval.every = 5 if task == "one_digit" else 10
+    config.eval.prompts = 27 if task == "one_digit" else 96
+    config.eval.samples = 2 if task == "one_digit" else 1
+    config.trainer.checkpoint.every = 50
+    config.trainer.checkpoint.keep = 1
     return config

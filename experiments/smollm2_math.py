@@ -25,7 +25,9 @@ import matplotlib.pyplot as plt
 
 _OUT = flags.DEFINE_string("out", None, "Directory for the results.", required=True)
 _MODEL = flags.DEFINE_string("model", "runs/smollm2", "What experiments.smollm2_model wrote.")
-_TASKS = flags.DEFINE_list("tasks", ["one_digit:40", "two_digits:120"], "TASK:STEPS of configs/smollm2_135m_math.py.")
+_TASKS = flags.DEFINE_list(
+    "tasks", ["one_digit:40", "two_digits:110", "chain_sum:80"], "TASK:STEPS of configs/smollm2_135m_math.py."
+)
 
 CONFIG = "configs/smollm2_135m_math.py"
 TITLES = {
@@ -47,9 +49,12 @@ def main(argv: Sequence[str]) -> None:
 
 def one_task(out: pathlib.Path, task: str, steps: str) -> runs.Line:
     directory, config = out / task, f"{CONFIG}:{task}"
-    summary = runs.run(directory, f"trainer.steps={steps}", f"model.path={_MODEL.value}", config=config)
+    if not directory.exists():  # an experiment that was stopped goes on with the task that it had not begun
+        runs.run(directory, f"trainer.steps={steps}", f"model.path={_MODEL.value}", config=config)
+    summary = json.loads((directory / "summary.json").read_text())
     exported = out / f"{task}-model"
-    command(out / f"{task}-export.log", "areal_jax.export", f"--checkpoint={directory}", f"--out={exported}")
+    if not exported.exists():
+        command(out / f"{task}-export.log", "areal_jax.export", f"--checkpoint={directory}", f"--out={exported}")
     greedy = {when: greedy_score(out, config, path) for when, path in (("before", _MODEL.value), ("after", exported))}
     steps_log = runs.lines(directory, "metrics")
     began = steps_log[0]["time"] - steps_log[0]["step_s"]
@@ -79,15 +84,19 @@ def command(log: pathlib.Path, module: str, *arguments: str) -> None:
 def greedy_score(out: pathlib.Path, config: str, model: str | os.PathLike[str]) -> float:
     """Held-out accuracy of greedy answers, by the command that users have for it."""
     directory = out / f"greedy-{config.split(':')[1]}-{pathlib.Path(model).name}"
+    evaluation = directory / "evaluation.json"
+    if evaluation.exists():
+        return json.loads(evaluation.read_text())["accuracy"]
     command(
         directory.with_suffix(".log"),
         "areal_jax.evaluate",
         f"--config={config}",
         f"--config.model.path={model}",
         "--config.eval.temperature=0.0",
+        "--config.eval.samples=1",
         f"--out={directory}",
     )
-    return json.loads((directory / "evaluation.json").read_text())["accuracy"]
+    return json.loads(evaluation.read_text())["accuracy"]
 
 
 def answers(completions: Sequence[runs.Line]) -> list[runs.Line]:

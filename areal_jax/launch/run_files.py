@@ -25,7 +25,8 @@ summary.json        the run in numbers; written again by `python -m areal_jax.la
 config.json         the whole configuration, defaults and overrides resolved
 metrics.jsonl       the trainer, one line per training step; the README of the repository explains each name
 evaluations.jsonl   the held-out score, one line per evaluation: phase before | during | after, and the version asked
-rollout.jsonl       the rollout controller, about a line per second; started, finished, failed and right are totals
+rollout.jsonl       the rollout controller, about a line per second; started, finished, failed and right are totals,
+                    and reward_unanswered, by cause: completions that the verifier could not get through, so wrong
 skipped.jsonl       prompts to train on that were not asked, with the cause: too_long has tokens and their limit; again
                     after a start that goes on from an older checkpoint; held-out ones are in evaluations.jsonl
 generation-N.jsonl  generation server N, about a line per second; interval_s, busy_s, tokens, requests, swaps,

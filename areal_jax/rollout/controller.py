@@ -288,7 +288,7 @@ class Controller:
         services.record("evaluations", line)
         for example in evaluation.examples() if phase != "during" else ():
             services.record("completions", {"phase": phase, **example})
-        log.info("evaluation %s training: %s", phase, line)
+        log.info("version %d, evaluation %s training: %.1f %% right", version, phase, 100 * line["accuracy"])
 
     # What is seen of it.
 

@@ -30,10 +30,10 @@ def scheduler():
 
 
 class Caller:
-    """Collects the chunks of one request; `result` waits for its completions."""
+    """Collects the chunks of one request and hands them to `watch`; `result` waits for its completions."""
 
-    def __init__(self, request: GenerateRequest):
-        self.request, self.done, self.errors = request, threading.Event(), []
+    def __init__(self, request: GenerateRequest, watch=None):
+        self.request, self.done, self.errors, self.watch = request, threading.Event(), [], watch
         self.chunks = {sample: [] for sample in request.samples}
         self.started = threading.Event()
 
@@ -41,6 +41,8 @@ class Caller:
         for chunk in chunks:
             self.chunks[chunk.sample].append(chunk)
         self.started.set()
+        if self.watch:
+            self.watch(chunks)
         if all(c and c[-1].finish_reason for c in self.chunks.values()):
             self.done.set()
 
@@ -58,10 +60,19 @@ class Caller:
 
 
 def ask(
-    scheduler, uid, *, samples=(0,), prompt=(1, 2, 3), max_new_tokens=8, temperature=1.0, stop=(), **fields
+    scheduler,
+    uid,
+    *,
+    samples=(0,),
+    prompt=(1, 2, 3),
+    max_new_tokens=8,
+    temperature=1.0,
+    stop=(),
+    watch=None,
+    **fields,
 ) -> Caller:
     sampling = Sampling(max_new_tokens, temperature=temperature, seed=7, stop_tokens=stop)
-    caller = Caller(GenerateRequest(uid, np.array(prompt, np.int32), tuple(samples), sampling, **fields))
+    caller = Caller(GenerateRequest(uid, np.array(prompt, np.int32), tuple(samples), sampling, **fields), watch)
     caller.ticket = scheduler.submit(caller.request, caller.on_chunks, caller.on_error)
     return caller
 
@@ -101,12 +112,22 @@ def test_a_partial_sample_is_continued_with_the_tokens_it_would_have_had(schedul
 @pytest.mark.parametrize("on_update", ["recompute", "keep", "drain"])
 def test_versions_and_logprobs_across_swaps(scheduler, on_update):
     params = {version: params_of(version) for version in range(3)}
-    callers = [ask(scheduler, uid, prompt=range(1, 3 + 4 * uid), max_new_tokens=40) for uid in range(4)]
-    for caller in callers:
-        caller.started.wait(60)
+    reached, go_on = ({version: threading.Event() for version in range(3)} for _ in range(2))
+
+    def hold(chunks):  # in the engine's thread, so that every update comes in mid sequence, however slow this one is
+        version = int(chunks[-1].versions[-1])
+        reached[version].set()
+        assert version == 2 or go_on[version].wait(60)
+
+    callers = [
+        ask(scheduler, uid, prompt=range(1, 3 + 4 * uid), max_new_tokens=40, watch=hold if uid == 0 else None)
+        for uid in range(4)
+    ]
     for version in (1, 2):
-        stall = scheduler.update_weights(params[version], version, on_update).result(60)
-        assert stall >= 0
+        assert (on_update == "drain" and version == 2) or reached[version - 1].wait(60)
+        update = scheduler.update_weights(params[version], version, on_update)
+        go_on[version - 1].set()
+        assert update.result(60) >= 0
     completions = [caller.result()[0] for caller in callers]
     spans = [len(np.unique(c.versions)) for c in completions]
     assert all((np.diff(c.versions) >= 0).all() for c in completions)
