@@ -54,11 +54,13 @@ def get_config(task="one_digit"):
     config.rollout.group_size = 8
     config.rollout.max_staleness = 1
     config.trainer.optimizer.lr = 1e-5
+    config.trainer.optimizer.schedule = "linear"  # when nearly all is right, the few wrong answers are noise
     config.trainer.optimizer.eps = 1e-8
     config.trainer.optimizer.weight_decay = 0.0
     config.trainer.objective.minibatches = 1
     config.trainer.objective.group_baseline = True
     config.trainer.objective.normalize_advantages = "group"
+    config.trainer.objective.advantage_std = "none"  # else a lone wrong answer weighs most in a group that is solved
 
     config.trainer.token_budget = 640
     config.trainer.logprob_chunk = 320
