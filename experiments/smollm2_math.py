@@ -4,12 +4,11 @@
     python -m experiments.smollm2_math --out=DIR
 
 In: the model directory. Out: DIR/results.json, DIR/learning.png, and a run per task. Each task starts from the same
-pretrained weights. Greedy scores of the first and the last weights are taken by `areal_jax.export` and
+pretrained weights. Scores of the first and the last weights are taken by `areal_jax.export` and
 `areal_jax.evaluate`, as a user would.
 """
 
 import json
-import os
 import pathlib
 import subprocess
 import sys
@@ -36,6 +35,7 @@ TITLES = {
     "chain_sum": "reasoning-gym's chain_sum",
 }
 SHOWN = 6  # problems with their answers before and after
+SAMPLES = 8  # of each held-out problem, for the scores before and after
 
 
 def main(argv: Sequence[str]) -> None:
@@ -55,7 +55,9 @@ def one_task(out: pathlib.Path, task: str, steps: str) -> runs.Line:
     exported = out / f"{task}-model"
     if not exported.exists():
         command(out / f"{task}-export.log", "areal_jax.export", f"--checkpoint={directory}", f"--out={exported}")
-    greedy = {when: greedy_score(out, config, path) for when, path in (("before", _MODEL.value), ("after", exported))}
+    models = {"before": _MODEL.value, "after": str(exported)}
+    greedy = {when: score(out, config, path, temperature=0.0, samples=1) for when, path in models.items()}
+    sampled = {when: score(out, config, path, temperature=1.0, samples=SAMPLES) for when, path in models.items()}
     steps_log = runs.lines(directory, "metrics")
     began = steps_log[0]["time"] - steps_log[0]["step_s"]
     curve = [
@@ -67,6 +69,7 @@ def one_task(out: pathlib.Path, task: str, steps: str) -> runs.Line:
         "task": task,
         "steps": int(steps),
         "greedy": greedy,
+        f"avg@{SAMPLES}": sampled,
         "curve": curve,
         "train": [[line["version"], line["time"] - began, line["reward/accuracy"]] for line in steps_log],
         "answers": answers(runs.lines(directory, "completions")),
@@ -81,22 +84,20 @@ def command(log: pathlib.Path, module: str, *arguments: str) -> None:
         subprocess.run([sys.executable, "-m", module, *arguments], check=True, stdout=file, stderr=file)
 
 
-def greedy_score(out: pathlib.Path, config: str, model: str | os.PathLike[str]) -> float:
-    """Held-out accuracy of greedy answers, by the command that users have for it."""
-    directory = out / f"greedy-{config.split(':')[1]}-{pathlib.Path(model).name}"
-    evaluation = directory / "evaluation.json"
-    if evaluation.exists():
-        return json.loads(evaluation.read_text())["accuracy"]
-    command(
-        directory.with_suffix(".log"),
-        "areal_jax.evaluate",
-        f"--config={config}",
-        f"--config.model.path={model}",
-        "--config.eval.temperature=0.0",
-        "--config.eval.samples=1",
-        f"--out={directory}",
-    )
-    return json.loads(evaluation.read_text())["accuracy"]
+def score(out: pathlib.Path, config: str, model: str, *, temperature: float, samples: int) -> float:
+    """Held-out accuracy, by the command that users have for it."""
+    directory = out / f"{config.split(':')[1]}-{pathlib.Path(model).name}-{'sampled' if temperature else 'greedy'}"
+    if not (directory / "evaluation.json").exists():
+        command(
+            directory.with_suffix(".log"),
+            "areal_jax.evaluate",
+            f"--config={config}",
+            f"--config.model.path={model}",
+            f"--config.eval.temperature={temperature}",
+            f"--config.eval.samples={samples}",
+            f"--out={directory}",
+        )
+    return json.loads((directory / "evaluation.json").read_text())["accuracy"]
 
 
 def answers(completions: Sequence[runs.Line]) -> list[runs.Line]:
