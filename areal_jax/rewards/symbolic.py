@@ -27,12 +27,19 @@ from latex2sympy2_extended import latex2sympy
 from latex2sympy2_extended.latex2sympy2 import ConversionConfig
 from math_verify import verify
 from sympy.parsing import sympy_parser
+from sympy.polys.polyerrors import BasePolynomialError
+
+from areal_jax.rewards.final_answer import WORDS
 
 MOST_CHARACTERS = 400
 MOST_DIGITS = 60  # in a row; longer numbers are compared as numbers before this file is asked
 MOST_PARTS = 32
 MOST_DEPTH = 20
 DIGITS = 60  # of the numeric comparison
+_UNDECIDED = (  # what sympy raises for values that make no sense: 3 mod 5 > 0, (-1)!, x mod 0
+    *(ArithmeticError, AttributeError, NotImplementedError, RecursionError, TypeError, ValueError),
+    BasePolynomialError,
+)
 AGREE = sympy.Rational(1, 10**40)  # relative difference of equal values
 
 _TOO_MUCH = re.compile(  # exponents of five digits, towers of numbers, factorials of five digits
@@ -42,11 +49,16 @@ _DECIMAL = re.compile(r"([0-9]*)\.(?:\\overline\{([0-9]+)\}|([0-9]+)(?:\\overlin
 _MIXED = re.compile(r"(?<![0-9.}])([0-9]+) ?(?:\\frac\{([0-9]+)\}\{([0-9]+)\}|(?<= )([0-9]+)/([0-9]+))")
 _MATRIX = re.compile(r"\\begin\{([pb]?)matrix\}(.*)\\end\{\1matrix\}", re.DOTALL)
 _BASE = re.compile(r"([0-9A-Z]+)_\{?([0-9]+)\}?")
-_NAME = re.compile(r"(?:[A-Za-z]|\\[a-z]+)(?:_\{?[0-9A-Za-z]\}?)?(?:\([A-Za-z]\))?")
+_NAME = re.compile(
+    r"(?:[A-Za-z]|\\[a-z]+)(?:_\{?[0-9A-Za-z]\}?)?'*(?:\([A-Za-z]\))?|\([A-Za-z](?:,[A-Za-z])+\)"  # x, f'(x), (x,y)
+)
 _LETTER = re.compile(r"[A-Za-z]|\\[a-z]+")
-_WORDS = re.compile(r"\\(?:text|mbox|mathrm)\b|(?<![\\A-Za-z])(?!sqrt|frac|sinh|cosh|tanh)[A-Za-z]{4,}")
+_WORDS = re.compile(r"\\(?:text|mbox|mathrm)\b|" + WORDS.pattern)
+_BARE_WORDS = re.compile(r"[A-Za-z]{1,3}(?: [A-Za-z]{1,3})*")
+_LETTER_I = re.compile(r"(\\[A-Za-z]+)|I")
 _OPEN, _CLOSE = "([{", ")]}"
-_AND = (",", ";", "\\text{and}", "\\text{or}", "\\text{ and }", "\\text{ or }", "\\text{and }", " and ", " or ")
+_OR = ("\\text{or}", "\\text{ or }", " or ")
+_AND = (",", ";", "\\text{and}", "\\text{ and }", "\\text{and }", " and ", *_OR)
 _RELATIONS = ("\\le ", "\\ge ", "\\le", "\\ge", "<", ">", "=")
 _OPENING = {"<": "(", "\\le": "[", ">": ")", "\\ge": "]"}
 
@@ -68,7 +80,10 @@ def same(gold: str, said: str) -> bool:
     if _too_much(gold) or _too_much(said):
         return False
     with _no_eval():
-        return _same(parse(gold), parse(said))
+        try:
+            return _same(parse(gold), parse(said))
+        except _UNDECIDED:  # the answer's doing, and what has no value is not the reference; MemoryError goes through
+            return False
 
 
 def _too_much(text: str) -> bool:
@@ -92,14 +107,16 @@ def parse(text: str) -> Node:
         return Node("matrix", "x".join(str(len(row)) for row in rows), _nodes(cell for row in rows for cell in row))
     pieces = _split(text, ("\\cup",))
     if len(pieces) > 1:
-        return Node("union", "", _nodes(pieces))
+        return _union(_nodes(pieces))
     pieces = [piece for piece in _split(text, _AND) if piece.strip()]
     if len(pieces) > 1:
-        return _list(_nodes(pieces))
+        nodes = _nodes(pieces)
+        alternatives = len(_split(text, _OR)) == len(pieces) and all(node.kind == "interval" for node in nodes)
+        return _union(nodes) if alternatives and len({node.label for node in nodes}) == 1 else _list(nodes)
     for member in ("\\in ", "\\in"):
         name, found, rest = text.partition(member)
         if found and _LETTER.fullmatch(name.strip()) and rest[:1] in ("(", "[", "\\"):
-            return parse(rest)
+            return Node("interval", name.strip(), (parse(rest),))
     return _relation(text) or _brackets(text) or _plus_minus(text) or _atom(text)
 
 
@@ -111,6 +128,12 @@ def _list(nodes: Sequence[Node]) -> Node:
     """An unordered list; a list within it (`1 \\pm 2, 3`) becomes part of it."""
     parts = [part for node in nodes for part in (node.parts if node.kind == "list" else [node])]
     return Node("list", "", tuple(parts)) if len(parts) > 1 else parts[0]
+
+
+def _union(nodes: Sequence[Node]) -> Node:
+    """The union of sets or intervals, of which the first may have a letter: `x<1 \\text{ or } x>2`."""
+    union = Node("union", "", tuple(node.parts[0] if node.kind == "interval" else node for node in nodes))
+    return Node("interval", nodes[0].label, (union,)) if nodes[0].kind == "interval" else union
 
 
 def _relation(text: str) -> Node | None:
@@ -139,8 +162,8 @@ def _interval(pieces: list[str], signs: list[str]) -> Node | None:
     elif len(pieces) == 2 and _LETTER.fullmatch(pieces[1]):
         pieces, signs = [*pieces, "\\infty"], [*signs, "<"]
     if len(pieces) == 3 and _LETTER.fullmatch(pieces[1]):
-        brackets = ("(" if signs[0] == "<" else "[") + (")" if signs[1] == "<" else "]")
-        return Node("tuple", brackets, _nodes([pieces[0], pieces[2]]))
+        letter, brackets = pieces[1], ("(" if signs[0] == "<" else "[") + (")" if signs[1] == "<" else "]")
+        return Node("interval", letter, (Node("tuple", brackets, _nodes([pieces[0], pieces[2]])),))
     return Node("inequality", signs[0], (_value(pieces[0]), _value(pieces[1]))) if len(pieces) == 2 else None
 
 
@@ -215,6 +238,10 @@ def _same(gold: Node, said: Node) -> bool:
         return True
     if "named" in (gold.kind, said.kind) or "equation" in (gold.kind, said.kind):
         return _same_equation(gold, said)
+    if "interval" in (gold.kind, said.kind):
+        return _same_interval(gold, said)
+    if {gold.kind, said.kind} == {"text", "value"}:
+        return _same_words(gold, said)
     if (gold.kind, gold.label) != (said.kind, said.label) or len(gold.parts) != len(said.parts):
         return False
     return len(gold.parts) <= MOST_PARTS and _COMPARE[gold.kind](gold, said)
@@ -233,6 +260,19 @@ def _same_equation(gold: Node, said: Node) -> bool:
         ratio = _ratio(a, b)
         return ratio is not None and ratio.is_zero is False
     return False
+
+
+def _same_interval(gold: Node, said: Node) -> bool:
+    """`x>2` against the same letter, or against `(2,\\infty)`, which names none."""
+    if gold.kind == said.kind and gold.label != said.label:
+        return False
+    return _same(*(node.parts[0] if node.kind == "interval" else node for node in (gold, said)))
+
+
+def _same_words(gold: Node, said: Node) -> bool:
+    """`\\text{AB}` against `AB`, which would be a product if neither side said that it is text."""
+    words, bare = (gold, said) if gold.kind == "text" else (said, gold)
+    return _BARE_WORDS.fullmatch(bare.parts[0]) is not None and _words(bare.parts[0]) == words.label
 
 
 def _same_inequality(gold: Node, said: Node) -> bool:
@@ -314,18 +354,22 @@ def _differ(a: Any, b: Any) -> bool:
 
 @functools.lru_cache(maxsize=256)
 def expression(text: str) -> Any:
-    """The sympy expression of a part; None when the grammar does not know it."""
+    """The sympy expression of a part; None when the grammar does not know it, or it has a prime or divides by zero."""
     while text[:1] == "{" and text[-1:] == "}" and _balanced(text[1:-1]):
         text = text[1:-1]  # the grammar takes {2} for a set
     text = _DECIMAL.sub(_fraction, _MIXED.sub(_mixed, text)).replace("**", "^").replace("{,}", "")
-    if not text or "\\text" in text or re.search(r"[=<>]|\\(?:le|ge|ne|in|to)\b", text):
+    if not text or "\\text" in text or "'" in text or re.search(r"[=<>]|\\(?:le|ge|ne|in|to)\b", text):
         return None
     try:
+        text = _LETTER_I.sub(lambda match: match[1] or r"\mathit{I}", text)  # to the grammar it is i
         found = latex2sympy(text, is_real=True, normalization_config=None, conversion_config=_CONVERSION)
         found = found.subs(sympy.Symbol("i", real=True), sympy.I)
+        valued = isinstance(found, sympy.Expr) and not found.has(sympy.zoo, sympy.nan)  # 1/0, 0/0
+        return found if valued else None
+    except MemoryError:
+        raise
     except Exception:  # the grammar raises bare Exception, sympy whatever it meets
         return None
-    return found if isinstance(found, sympy.Expr) else None
 
 
 _CONVERSION = ConversionConfig(interpret_as_mixed_fractions=False, lowercase_symbols=False)

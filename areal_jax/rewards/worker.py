@@ -1,10 +1,10 @@
 """The process of the rewards: `python -m areal_jax.rewards.worker FD module:function TIMEOUT_S MEMORY_GB`.
 
-In: one JSON object per line on a socket, {"completions": [...], "answer": ..., "prompt": ...}. Out: one line of JSON
-per completion, as soon as it is judged: the verdict, or {"error": text, "cause": ...}, after which the rest of that
-request is left out. The first line says {"ready": true, "unanswered": ...} (see `declared.py`), or the error that keeps
-the function from being called. Started by `pool.py`, which it waits for; it ends when its pool does, also in the middle
-of a reward that never returns.
+In: one JSON object per line on a socket, {"number": ..., "completions": [...], "answer": ..., "prompt": ...}. Out: one
+line of JSON per completion, as soon as it is judged: the verdict, or {"error": text, "cause": ...}, after which the
+rest of that request is left out; then {"done": number}. The first line says {"ready": true, "unanswered": ...} (see
+`declared.py`), or the error that keeps the function from being called. Started by `pool.py`, which it waits for; it
+ends when its pool does, also in the middle of a reward that never returns.
 """
 
 import importlib
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 MOST_FILE_BYTES = 2**20  # of a file that a reward writes
 MOST_OPEN_FILES = 64
+MOST_ERROR_CHARACTERS = 2000  # in JSON at most 12 bytes each, so that the line stays below the pool's limit
 
 
 def main(fd: int, spec: str, timeout_s: float, memory_gb: float) -> None:
@@ -36,17 +37,21 @@ def main(fd: int, spec: str, timeout_s: float, memory_gb: float) -> None:
     threading.Thread(target=_end_with_pool, args=(connection,), daemon=True).start()
     with connection.makefile("rb") as requests, connection.makefile("wb") as replies:
         module, _, name = spec.partition(":")
+        remedy = "; give module:function of a function that takes completion, answer and prompt"
         try:
             function = getattr(importlib.import_module(module), name)
             declared = declaration(function)
+            remedy = ""  # a function that was found says itself what it lacks
             declared.prepare()
         except Exception as error:  # whatever a user's module does while it is imported is told to the pool
-            _send(replies, {"error": _describe(error)})
+            _send(replies, {"error": _describe(error) + remedy})
             return
         _limit(memory_gb)
         _send(replies, {"ready": True, "unanswered": declared.unanswered})
         for line in requests:
-            _serve(function, json.loads(line), replies, timeout_s)
+            request = json.loads(line)
+            _serve(function, request, replies, timeout_s)
+            _send(replies, {"done": request["number"]})
 
 
 def _serve(function: "RewardFn", request: dict[str, Any], replies: IO[bytes], timeout_s: float) -> None:
@@ -102,7 +107,7 @@ def _end_with_pool(connection: socket.socket) -> None:
 
 def _describe(error: BaseException) -> str:
     traceback.print_exc()
-    return f"{type(error).__name__}: {error}"
+    return f"{type(error).__name__}: {error}"[:MOST_ERROR_CHARACTERS]
 
 
 def _send(stream: IO[bytes], reply: object) -> None:

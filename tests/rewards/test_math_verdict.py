@@ -1,12 +1,14 @@
 """The symbolic verifier against verdicts that were decided by hand, and against texts that are written to break it."""
 
 import pathlib
+import random
 import subprocess
 import sys
 import time
 
 import pytest
 
+from areal_jax.rewards import symbolic
 from areal_jax.rewards.math_verdict import answers_match
 from areal_jax.rewards.pool import RewardPool
 
@@ -24,7 +26,28 @@ CASES = [  # "Math verdicts" of the collection of small inputs on which systems 
     ("5", r"\boxed{4} or maybe \boxed{5}", 1),  # the last box answers
     ("4", r"\boxed{4} or maybe \boxed{5}", 0),
     ("9", "$10^{1000000}$", 0),
+    ("3", "The answer is 3 factorial.", 0),
+    ("3", "The answer is 3 squared.", 0),
+    ("3000", "The answer is 3 thousand.", 1),
+    ("3", "<answer>it is not 3</answer>", 0),
+    ("-2", "it is minus 2", 1),
+    (r"\text{yes}", "So the answer is Yes.", 1),
 ]
+SENSELESS = [  # on which sympy raises, each in another place; gold, said
+    ("3", r"3 \mod 5"),
+    ("3", "(-1)!"),
+    ("3", r"x \mod 0"),
+    ("y=2x+1", r"\sin 1/0"),
+    ("3", r"(3)!+\lfloor .5\rfloor \pm \lfloor \infty\rfloor"),
+    ("3", r"i \mod ((.5)!)!"),
+    ("x^2+1", r"\log 0 \mod \lfloor 0\rfloor"),
+]
+LEAVES = ["x", "y", "0", "1", "2", "3", "-1", ".5", "i", "I", "e", r"\pi", r"\infty", "", "}", r"\foo"]
+FORMS = [r"\frac{%s}{%s}", r"\sqrt{%s}", "(%s)^{%s}", "%s%s", "%s+%s", r"%s \mod %s", "(%s)!", "-%s", "%s'"]
+FORMS += [r"\log %s", r"\sin %s/%s", "%s<%s", "%s=%s", "(%s,%s)", "%s,%s", r"\binom{%s}{%s}", "|%s|", "[%s,%s)"]
+FORMS += [r"\lfloor %s\rfloor", r"\{%s,%s\}", r"%s\cup %s", r"%s\text{ or }%s", r"%s \pm %s", "%s:%s"]
+FORMS += [r"\begin{pmatrix}%s&%s\end{pmatrix}"]
+GOLDS = ["3", "y=2x+1", "x^2+1", "(1,2)", "x<2", "1,2", r"\frac{1}{x}", "2x+y<3", r"\begin{pmatrix}1&2\end{pmatrix}"]
 BOXED = [
     # numbers
     (r"\frac{1}{2}", "2^{-1}", 1),
@@ -45,6 +68,9 @@ BOXED = [
     ("58,500", "58500", 1),
     ("2", "2 pi", 0),
     ("5", "5 million", 0),
+    ("1234", r"1\,234", 1),
+    ("234", r"2\,34", 0),
+    ("-2", "–2", 1),  # an en-dash
     ("120", "5!", 1),
     ("162", r"2\cdot 3^4", 1),
     ("10^{-20}", "10^{-21}", 0),
@@ -52,6 +78,28 @@ BOXED = [
     ("e^{-50}", "e^{-60}", 0),
     (r"\pi\cdot 10^{-70}", r"\pi\cdot 10^{-71}", 0),
     # units
+    ("7", r"7 \text{ million}", 0),
+    ("7000000", r"7 \text{ million}", 1),
+    ("7000000", r"\$7\text{ million dollars}", 1),
+    ("2500000000", r"2.5\text{ billion}", 1),
+    ("7", r"7 \text{ thousand}", 0),
+    ("700", r"7 \text{ hundred}", 1),
+    ("36", "3 dozen eggs", 1),
+    ("3", r"3\text{ dozens}", 0),
+    ("3", r"3\text{ and a half}", 0),
+    ("3", r"3\text{ halves}", 0),
+    ("3", r"3\text{ or more}", 0),
+    ("3", r"3\text{ factorial}", 0),
+    ("3", r"3\text{ squared}", 0),
+    ("3", r"3 \text{ is not right}", 0),
+    ("3", r"3\text{ or }", 0),
+    ("3", r"3\text{ thirds}", 0),
+    ("3", r"3 \text{ fewer}", 0),
+    ("3", r"3 \text{ hours and twenty minutes}", 0),
+    ("3", r"3 \text{ percent}", 1),
+    ("3", r"3 \text{ square feet}", 1),
+    ("x", r"x\text{ or more}", 0),
+    ("2x", r"2x\text{ dollars}", 1),
     (r"15\mbox{ cm}^2", "15", 1),
     ("15", r"15\text{ square centimetres}", 1),
     (r"\frac{270}7\text{ degrees}", r"\frac{270}{7}", 1),
@@ -66,6 +114,21 @@ BOXED = [
     ("x", r"\sqrt{x^2}", 0),
     ("3+4i", "(2+i)^2", 1),
     ("3R^2", "3r^2", 0),
+    ("xy", "yx", 1),
+    ("f'", "f", 0),
+    ("x", "x''", 0),
+    ("2x'", "2x", 0),
+    ("f'", r"f^{\prime}", 1),
+    ("f'(x)=2x", "2x", 1),
+    ("f'(x)=2x", "f(x)=2x", 0),
+    (r"\frac10", r"\frac20", 0),
+    (r"\frac{1}{1-1}", r"\frac{2}{1-1}", 0),
+    ("I", "i", 0),
+    ("I", r"\sqrt{-1}", 0),
+    ("2I+1", "1+2I", 1),
+    ("x+I_0", "I_{0}+x", 1),
+    ("x+I_0", "I_1+x", 0),
+    ("x+I_0", "x+I", 0),
     ("2x", "2y", 0),
     # both signs, lists, sets
     (r"\pm 2021", "-2021, 2021", 1),
@@ -96,6 +159,21 @@ BOXED = [
     (r"(5,\infty)", "x<5", 0),
     (r"(-\infty, 2) \cup (3, \infty)", r"(3,\infty)\cup(-\infty,2)", 1),
     (r"(-\infty, 2) \cup (3, \infty)", r"(3,\infty)\cup(-\infty,2]", 0),
+    ("x<2", "y<2", 0),
+    ("x<2", "2>x", 1),
+    ("x<2", r"x \in (-\infty,2)", 1),
+    (r"x \in [1,2]", r"y \in [1,2]", 0),
+    (r"(-\infty,1)\cup(2,\infty)", r"x<1 \text{ or } x>2", 1),
+    (r"(-\infty,1)\cup(2,\infty)", r"x \in (2,\infty)\cup(-\infty,1)", 1),
+    (r"(-\infty,1)\cup(2,\infty)", r"x<1 \text{ and } x>2", 0),
+    (r"(-\infty,1)\cup(2,\infty)", "x<1, x>2", 0),
+    (r"(-\infty,1)\cup(2,\infty)", r"x<1 \text{ or } y>2", 0),
+    (r"(-\infty,1)\cup(2,\infty)", r"x<1 \text{ or } x\ge 2", 0),
+    (r"x<1 \text{ or } x>2", r"y<1 \text{ or } y>2", 0),
+    (r"\emptyset", r"\varnothing", 1),
+    ("(1,2)", "(x,y)=(1,2)", 1),
+    ("(1,2)", "(x,y)=(2,1)", 0),
+    ("(x,y)=(1,2)", "(y,x)=(1,2)", 0),
     # equations, inequalities
     ("3x + 4y + 14 = 0", "6x+8y=-28", 1),
     ("3x+4y+14=0", "3x+4y+15=0", 0),
@@ -117,11 +195,28 @@ BOXED = [
     (r"\text{Evelyn}", "nylevE", 0),
     (r"\text{(C)}", "C", 1),
     (r"\text{(C)}", "D", 0),
+    (r"\text{Yes}", "yes", 1),
+    (r"\text{Yes}", r"\text{yes}", 1),
+    ("Yes", "yes", 1),
+    ("odd", "Odd", 1),
+    (r"\text{No}", "no", 1),
+    (r"\text{no}", "on", 0),
+    (r"\text{no}", r"\text{on}", 0),
+    (r"\text{Tom}", "tom", 1),
+    ("Tom", r"\textbf{tom}", 1),
+    (r"\text{AB}", r"\text{BA}", 0),
+    (r"\text{AB}", "AB", 1),
+    (r"\text{AB}", "BA", 0),
+    ("ABC", r"\mathrm{CBA}", 0),
+    (r"\text{A and B}", r"\text{B and A}", 1),
+    (r"\text{I am}", "I am", 1),
+    (r"\text{A},\text{B}", "B,A", 1),
     ("2516_8", "2516_{8}", 1),
     ("2516_8", "2516", 0),
     ("2516_8", "1358", 0),
     ("2516_8", "2516_9", 0),
     ("12:00", "12:00", 1),
+    ("6:30", r"6{:}30", 1),
     ("1:2", "2:4", 0),
     ("1:2", "1/2", 0),
     (r"\emptyset", "0", 0),
@@ -190,6 +285,35 @@ def test_a_known_trap_is_judged_right(answer, completion, verdict):
 @pytest.mark.parametrize(("answer", "said", "verdict"), BOXED)
 def test_what_is_equal_to_what(answer, said, verdict):
     assert answers_match(completion=rf"so it is \boxed{{{said}}}.", answer=answer) == verdict
+
+
+@pytest.mark.parametrize(("gold", "said"), SENSELESS)
+def test_what_has_no_value_is_wrong_and_raises_nothing(gold, said):
+    assert answers_match(completion=rf"\boxed{{{said}}}", answer=gold) == 0.0
+
+
+def test_no_text_makes_the_verifier_raise():
+    rng = random.Random(0)
+    for _ in range(1000):
+        answer, said = rng.choice(GOLDS), formula(rng, rng.choice([1, 2, 2]))
+        assert answers_match(completion=rf"\boxed{{{said}}}", answer=answer) in (0.0, 1.0), said
+
+
+def formula(rng, depth):
+    if depth == 0:
+        return rng.choice(LEAVES)
+    form = rng.choice(FORMS)
+    return form % tuple(formula(rng, depth - 1) for _ in range(form.count("%s")))
+
+
+def test_running_out_of_memory_is_no_verdict(monkeypatch):
+    def out_of_memory(*_, **__):
+        raise MemoryError
+
+    for function in ("verify", "latex2sympy"):  # in a comparison, and in the parser
+        with monkeypatch.context() as patch, pytest.raises(MemoryError):
+            patch.setattr(symbolic, function, out_of_memory)
+            answers_match(completion=rf"\boxed{{\sqrt{{5+2\sqrt{{6}}}}+{len(function)}}}", answer=r"\sqrt2+\sqrt{3}+6")
 
 
 @pytest.mark.parametrize("answer", sorted({answer for answer, _, _ in BOXED}))

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -11,7 +12,7 @@ import time
 
 import pytest
 
-from areal_jax.rewards.pool import RewardError, RewardMemory, RewardPool, RewardTimeout, RewardUnanswered
+from areal_jax.rewards.pool import RewardError, RewardMemory, RewardPool, RewardTimeout, RewardUnanswered, RewardUnsound
 
 REWARDS = """
 import os, sys, time
@@ -67,6 +68,37 @@ def by_order(*, completion, answer, prompt):
     while completion == "hang":
         time.sleep(1)
     return 1 / os.getpid()
+"""
+HOSTILE = """
+import os, sys, threading, time
+from areal_jax.rewards.declared import declare
+
+FD = int(sys.argv[1])  # its own socket
+
+def right_is_a(*, completion, answer, prompt):
+    if completion == "raise":
+        raise KeyError("x" * 1_000_000)
+    if completion == "surplus":
+        os.write(FD, b"1.0\\n")
+    if completion == "surplus and error":
+        os.write(FD, b'{"error": "?", "cause": "reward_error"}\\n')
+    if completion == "late":
+        threading.Timer(0.2, os.write, (FD, b"1.0\\n")).start()
+    if completion == "trickle":
+        while True:
+            os.write(FD, b" ")
+            time.sleep(0.05)
+    if completion == "flood":
+        while True:
+            os.write(FD, b"1" * 2**16)
+    if completion.startswith("write "):
+        os.write(FD, completion.removeprefix("write ").encode() + b"\\n")
+        time.sleep(100)
+    return float(completion == "a")
+
+@declare(unanswered="wrong")
+def forgiving(*, completion, answer, prompt):
+    return right_is_a(completion=completion, answer=answer, prompt=prompt)
 """
 
 
@@ -176,6 +208,18 @@ def test_a_function_that_cannot_be_imported_is_said_at_the_start(rewards, functi
     (rewards / "ending_rewards.py").write_text("import os\nos._exit(1)\n")
     with pytest.raises(ValueError, match=rf"reward.function='{function}' cannot be used: .*{message}"):
         RewardPool(function)
+
+
+def test_a_function_that_lacks_a_package_says_itself_what_to_do(rewards):
+    (rewards / "lacking_rewards.py").write_text(
+        "from areal_jax.rewards.declared import declare\n"
+        "def prepare():\n    raise ModuleNotFoundError('it needs that: pip install that')\n"
+        "@declare(prepare=prepare)\ndef f(**texts):\n    return 1.0\n"
+    )
+    with pytest.raises(ValueError, match="cannot be used: ModuleNotFoundError: it needs that: pip install that$"):
+        RewardPool("lacking_rewards:f")
+    with pytest.raises(ValueError, match="no attribute 'g'; give module:function of a function that takes"):
+        RewardPool("lacking_rewards:g")
 
 
 def test_hung_rewards_do_not_hold_up_the_other_workers_or_the_event_loop(rewards):
@@ -362,3 +406,77 @@ def test_no_variable_that_may_hold_a_secret_reaches_a_reward(rewards, monkeypatc
             pool.score_now(["environment"], answer=each, prompt="") for each in (name, "PATH", "OMP_NUM_THREADS")
         ]
     assert verdicts == [[0.0], [1.0], [1.0]]
+
+
+@pytest.fixture
+def hostile(tmp_path, monkeypatch):
+    (tmp_path / "hostile_rewards.py").write_text(HOSTILE)
+    monkeypatch.syspath_prepend(tmp_path)
+    with RewardPool("hostile_rewards:right_is_a", timeout_s=1.0) as pool:
+        yield pool
+
+
+def test_bytes_that_never_end_a_line_do_not_put_off_the_deadline(hostile):
+    began = time.monotonic()
+    with pytest.raises(RewardTimeout):
+        score(hostile, "trickle")
+    assert time.monotonic() - began < 10  # 1 s and the start of a process
+    assert score(hostile, "a", "b") == [1.0, 0.0]
+
+
+def test_a_reply_without_end_is_not_kept_in_memory(hostile):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(RewardUnsound, match="wrote 65536 bytes without the end of a line; it was killed"):
+        score(hostile, "flood")
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**14  # KiB; a second brings gigabytes
+    assert score(hostile, "a", "b") == [1.0, 0.0]
+
+
+@pytest.mark.parametrize("surplus", ["surplus", "surplus and error"])
+@pytest.mark.parametrize("group", ["{0}", "{0} b a", "b {0}", "b b b {0} b b"])
+def test_a_surplus_reply_fails_its_group_and_is_never_the_verdict_of_another(hostile, surplus, group):
+    with pytest.raises(RewardUnsound, match="where the replies to its request should end; it was killed"):
+        score(hostile, *[each.format(surplus) for each in group.split(" ")])
+    assert score(hostile, "a", "b", "b", "a") == [1.0, 0.0, 0.0, 1.0]
+
+
+def test_a_reply_that_comes_between_requests_is_never_a_verdict(hostile):
+    assert score(hostile, "late") == [0.0]
+    time.sleep(0.6)
+    with pytest.raises(RewardUnsound, match="wrote more than the verdicts that it was asked for"):
+        score(hostile, "b", "b")
+    assert score(hostile, "a", "b") == [1.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    "reply",
+    ["NaN", "17.5", "-0.5", "1", "true", "1e999", "null", '"1.0"', "[1.0]", "garbage", "\xff", "[" * 60_000, "{}"]
+    + ['{"x": 1}', '{"error": "?"}', '{"error": "?", "cause": "reward_timeout"}', '{"done": 1}']
+    + ['{"error": "?", "cause": "reward_error", "x": 1}', "", "1" * 60_000],
+)
+def test_only_a_verdict_or_a_known_error_is_a_reply(hostile, reply):
+    with pytest.raises(RewardUnsound, match="wrote .*, which is no (verdict|JSON); it was killed") as raised:
+        score(hostile, "write " + reply)
+    assert raised.value.cause == "reward_crash"
+    assert score(hostile, "a", "b") == [1.0, 0.0]
+
+
+def test_a_reply_that_is_none_is_not_called_wrong_by_a_declared_verifier(hostile):
+    with RewardPool("hostile_rewards:forgiving", timeout_s=1.0) as pool:
+        for misdeed in ("write 17.5", "surplus"):
+            with pytest.raises(RewardUnsound):
+                score(pool, "a", misdeed, "a")
+        assert score(pool, "a", "trickle", "a") == [1.0, 0.0, 1.0]
+        assert pool.unanswered == {"reward_timeout": 1}
+
+
+def test_the_text_of_a_long_error_is_cut(hostile):
+    with pytest.raises(RewardError, match="raised KeyError: 'xxx") as raised:
+        score(hostile, "raise")
+    assert not isinstance(raised.value, RewardUnsound) and len(str(raised.value)) < 3000
+
+
+def test_what_is_written_while_the_function_is_imported_is_no_start(rewards):
+    (rewards / "early_rewards.py").write_text("import os, sys\nos.write(int(sys.argv[1]), b'1.0\\n')\n")
+    with pytest.raises(ValueError, match="'early_rewards:f' cannot be used: its process wrote '1.0' while importing"):
+        RewardPool("early_rewards:f")

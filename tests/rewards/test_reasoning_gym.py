@@ -48,13 +48,13 @@ def test_every_task_of_the_package_is_either_allowed_or_excluded_with_a_reason()
 
 def test_a_task_of_a_newer_release_is_refused_until_it_has_been_examined():
     with pytest.raises(
-        ValueError, match="'chain_sums' is not allowed: it is no task that has been examined.*chain_sum,"
+        ValueError, match="'chain_sums' is not allowed: it is no task that has been examined.*nearest .* is chain_sum$"
     ):
         gym_tasks.check_allowed("chain_sums", "data.options")
 
 
-def test_an_excluded_task_is_refused_with_its_reason_and_allowed_neighbours():
-    with pytest.raises(ValueError, match=r"'n_queens' is not allowed: its scorer calls eval.*allowed ones are \w+,"):
+def test_an_excluded_task_is_refused_with_its_reason_and_the_place_of_the_list():
+    with pytest.raises(ValueError, match=r"'n_queens' is not allowed: its scorer calls eval.*ALLOWED of areal_jax/gym"):
         solves(completion="<answer>1</answer>", answer=reference("n_queens", {"answer": "1", "metadata": {}}))
 
 
