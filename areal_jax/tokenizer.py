@@ -83,7 +83,7 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Token ids, with the special tokens (BOS) that the tokenizer itself adds."""
-        return self._tokenizer.encode(text).ids
+        return self._encode(text, special=True)
 
     @property
     def chat_template(self) -> str:
@@ -122,7 +122,16 @@ class Tokenizer:
 
     def encode_rendered(self, text: str) -> list[int]:
         """Token ids of a text that `render_chat` returned; special tokens in it become tokens, none are added."""
-        return self._tokenizer.encode(text, add_special_tokens=False).ids
+        return self._encode(text, special=False)
+
+    def _encode(self, text: str, *, special: bool) -> list[int]:
+        try:
+            return self._tokenizer.encode(text, add_special_tokens=special).ids
+        except Exception as error:  # the library raises no narrower type
+            raise ValueError(
+                f"the model's tokenizer cannot encode {text[:80]!r}: {error}; ask for what its vocabulary has, or take "
+                "a model whose tokenizer knows every text"
+            ) from error
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """Text without special tokens. Not the inverse of `encode`: completions stay token ids wherever they train."""

@@ -9,11 +9,12 @@ import json
 import pathlib
 from collections.abc import Sequence
 
-from absl import app, flags
+from absl import app
 
 from areal_jax.rollout.sums import all_sums
+from experiments import runs
 
-_OUT = flags.DEFINE_string("out", None, "Directory for the files.", required=True)
+_OUT = runs.OUT
 
 
 def main(argv: Sequence[str]) -> None:

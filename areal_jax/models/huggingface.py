@@ -8,6 +8,7 @@ nobody.
 
 import dataclasses
 import json
+import math
 import pathlib
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -134,13 +135,13 @@ def load_config(directory: pathlib.Path, *, vocab_multiple: int = 1) -> Transfor
         d_model=_size(file, raw, "hidden_size"),
         layers=_size(file, raw, "num_hidden_layers"),
         heads=heads,
-        kv_heads=raw.get("num_key_value_heads") or heads,
-        head_size=raw.get("head_dim") or raw["hidden_size"] // heads,
+        kv_heads=_size(file, raw, "num_key_value_heads") if raw.get("num_key_value_heads") is not None else heads,
+        head_size=_head_size(file, raw, heads),
         d_ff=_size(file, raw, "intermediate_size"),
-        norm_eps=_given(file, raw, "rms_norm_eps"),
+        norm_eps=_positive(file, "rms_norm_eps", _given(file, raw, "rms_norm_eps")),
         qkv_bias=FAMILIES[family].qkv_bias,
         qk_norm=FAMILIES[family].qk_norm,
-        tied_embeddings=bool(raw.get("tie_word_embeddings", False)),
+        tied_embeddings=_switch(file, raw, "tie_word_embeddings"),
         max_positions=_size(file, raw, "max_position_embeddings"),
         family=family,
         padded_vocab=padded if padded != rows else 0,
@@ -205,7 +206,8 @@ def _check_layers(file: pathlib.Path, raw: Mapping[str, Any]) -> None:
 def _rope(file: pathlib.Path, raw: Mapping[str, Any]) -> dict[str, Any]:
     """Our fields of the rotary positions, from either spelling: `rope_parameters`, or `rope_theta` + `rope_scaling`."""
     spellings = [raw[field] for field in ("rope_parameters", "rope_scaling") if raw.get(field)] or [{}]
-    theta = raw.get("rope_theta") or spellings[0].get("rope_theta", ROPE_THETA)
+    theta = spellings[0].get("rope_theta", ROPE_THETA) if raw.get("rope_theta") is None else raw["rope_theta"]
+    _positive(file, "rope_theta", theta)
     found = [_rope_fields(file, spelling, theta) for spelling in spellings]
     if any(fields != found[0] for fields in found) or float(theta) != found[0]["rope_theta"]:
         raise ValueError(
@@ -232,6 +234,10 @@ def _rope_fields(file: pathlib.Path, rope: Mapping[str, Any], theta: float) -> d
             f"{file}: rotary positions of rope_type={kind!r} have the fields {sorted(names)}, and {dict(rope)} lacks "
             f"{missing} and has {unknown} besides"
         )
+    for field in names:
+        _positive(file, f"{field} of rope_type={kind!r}", rope[field])
+    if kind == "llama3" and not rope["low_freq_factor"] < rope["high_freq_factor"]:
+        raise ValueError(f"{file}: low_freq_factor must be less than high_freq_factor in {dict(rope)}")
     return {"rope_theta": float(rope.get("rope_theta", theta)), "rope_type": kind} | {
         ours: rope[theirs] for theirs, ours in names.items()
     }
@@ -243,9 +249,32 @@ def _given(file: pathlib.Path, raw: Mapping[str, Any], field: str) -> Any:
     return raw[field]
 
 
+def _head_size(file: pathlib.Path, raw: Mapping[str, Any], heads: int) -> int:
+    """`head_dim`, or the model's width divided among the heads."""
+    if raw.get("head_dim") is not None:
+        return _size(file, raw, "head_dim")
+    width = _size(file, raw, "hidden_size")
+    if width % heads:
+        raise ValueError(f"{file}: hidden_size={width} is no multiple of num_attention_heads={heads}; give head_dim")
+    return width // heads
+
+
+def _positive(file: pathlib.Path, field: str, value: Any) -> Any:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
+        raise ValueError(f"{file}: {field}={value!r} must be a positive number")
+    return value
+
+
+def _switch(file: pathlib.Path, raw: Mapping[str, Any], field: str) -> bool:
+    value = raw.get(field, False)
+    if not isinstance(value, bool):
+        raise ValueError(f"{file}: {field}={value!r} must be true or false")
+    return value
+
+
 def _size(file: pathlib.Path, raw: Mapping[str, Any], field: str) -> int:
     value = _given(file, raw, field)
-    if not isinstance(value, int) or value < 1:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ValueError(f"{file}: {field}={value!r} must be a positive whole number")
     return value
 

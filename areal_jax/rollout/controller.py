@@ -21,7 +21,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 from areal_jax.config import Config
-from areal_jax.rollout.evaluation import evaluate, plan
+from areal_jax.rollout.evaluation import askable, evaluate, plan
 from areal_jax.rollout.gate import StalenessGate
 from areal_jax.rollout.prompts import PromptTooLong, epoch_size, take
 from areal_jax.rollout.tally import Tally
@@ -274,9 +274,10 @@ class Controller:
     async def _evaluate(self, phase: str, in_flight: int, per_request: int) -> None:
         services, stop_tokens = self._services, self._services.tokenizer.eos_ids
         began, version = services.clock(), self._gate.version
+        planned = plan(self._config, stop_tokens=stop_tokens, in_flight=in_flight, per_request=per_request)
         evaluation = await evaluate(
-            self._held_out,
-            plan(self._config, stop_tokens=stop_tokens, in_flight=in_flight, per_request=per_request),
+            askable(self._held_out, planned),
+            planned,
             generate=services.generate,
             scorer=services.scorer,
             tokenizer=services.tokenizer,

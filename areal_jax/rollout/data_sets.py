@@ -11,6 +11,7 @@ import gzip
 import importlib
 import json
 import pathlib
+import zlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -34,16 +35,26 @@ def read_rows(spec: str, *, split: str, key: str) -> Iterator[Placed]:
             f"{', '.join(DATA_FILES)} file"
         )
     if spec.endswith(".parquet"):
-        return _parquet_rows(file, key)
-    text = _read_text(file)
+        require("pyarrow", "a .parquet file", key)
+        return _parquet_rows(file, setting)
+    text = _read_text(file, setting)
     if spec.removesuffix(".gz").endswith(".jsonl") or _is_lines(text):
         return _line_rows(text, setting)
     return _json_rows(text, setting)
 
 
-def _read_text(file: pathlib.Path) -> str:
+def _read_text(file: pathlib.Path, setting: str) -> str:
     content = file.read_bytes()
-    return (gzip.decompress(content) if file.suffix == ".gz" else content).decode("utf-8-sig")
+    try:
+        return (gzip.decompress(content) if file.suffix == ".gz" else content).decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        remedy = "write it again in UTF-8, for instance by iconv -f latin1 -t utf-8"
+        raise ValueError(f"{setting}: not a readable UTF-8 file ({error}); {remedy}") from error
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:  # no gzip at all, cut off, damaged
+        raise ValueError(
+            f"{setting}: not a readable gzip file ({error}); write it again, or take the .gz off its name if it is not "
+            "compressed"
+        ) from error
 
 
 def _is_lines(text: str) -> bool:
@@ -89,14 +100,18 @@ def _object(row: Any, place: str) -> Row:
     return row
 
 
-def _parquet_rows(file: pathlib.Path, key: str) -> Iterator[Placed]:
-    require("pyarrow", "a .parquet file", key)
-    parquet = importlib.import_module("pyarrow.parquet")
-    number = 0
-    for rows in parquet.ParquetFile(file).iter_batches():
-        for row in rows.to_pylist():
-            number += 1
-            yield f"row {number}", row
+def _parquet_rows(file: pathlib.Path, setting: str) -> Iterator[Placed]:
+    for number, row in enumerate(_read_parquet(file, setting), start=1):
+        yield f"row {number}", row
+
+
+def _read_parquet(file: pathlib.Path, setting: str) -> Iterator[Row]:
+    pyarrow, parquet = importlib.import_module("pyarrow"), importlib.import_module("pyarrow.parquet")
+    try:
+        for rows in parquet.ParquetFile(file).iter_batches():
+            yield from rows.to_pylist()
+    except (pyarrow.ArrowException, OSError) as error:
+        raise ValueError(f"{setting}: not a readable Parquet file ({error}); write it again") from error
 
 
 def _hub_rows(spec: str, split: str, key: str) -> Iterator[Placed]:

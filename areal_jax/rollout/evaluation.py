@@ -63,6 +63,8 @@ def plan(config: Config, *, stop_tokens: tuple[int, ...], in_flight: int, per_re
         sampling=Sampling(
             max_new_tokens=config.eval_max_new_tokens,
             temperature=settings.temperature,
+            top_p=settings.top_p,
+            top_k=settings.top_k,
             seed=config.run.seed ^ SEED_MASK,
             stop_tokens=stop_tokens,
         ),
@@ -71,6 +73,14 @@ def plan(config: Config, *, stop_tokens: tuple[int, ...], in_flight: int, per_re
         per_request=max(1, min(per_request, in_flight, settings.samples, config.generation.max_waiting)),
         cut_off=config.reward.cut_off,
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class Asked:
+    """The prompts to ask, in the order of the source, and the uids of those that are too long to be asked."""
+
+    prompts: Sequence[Prompt]
+    too_long: Sequence[int]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,6 +98,8 @@ class Evaluation:
             "too_long": len(self.too_long),
             "too_long_uids": list(self.too_long),
             "temperature": self.sampling.temperature,
+            "top_p": self.sampling.top_p,
+            "top_k": self.sampling.top_k,
             "max_new_tokens": self.sampling.max_new_tokens,
             "sampling_seed": self.sampling.seed,
         }
@@ -149,7 +161,7 @@ def _lengths(judged: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 
 async def evaluate(
-    source: PromptSource,
+    asked: Asked,
     plan: Plan,
     *,
     generate: GenerateFn,
@@ -160,18 +172,18 @@ async def evaluate(
     on_start: Callable[[int], None] = lambda prompts: None,
     on_record: Callable[[Record], None] = lambda record: None,
 ) -> Evaluation:
-    """Asks and judges what the plan says, of a source that has fewer prompts all of them.
+    """Asks and judges the prompts, which `askable` has found by the same plan.
 
     `final_answer` gives what a completion votes for in maj@k. `known` are records of an earlier, unfinished evaluation
     with the same plan, which are taken as they are. `on_start` is told how many problems there are in all, `on_record`
     each new record as soon as it is whole.
 
-    Prompts that are too long are left out and counted. Everything else that fails raises (RolloutFailed): a score with
+    Prompts that are too long were left out and are counted. Everything that fails raises (RolloutFailed): a score with
     holes in it, or with failures counted as wrong, would be another figure under the same name.
     """
-    asked, too_long = _askable(source, plan)
     records = {record["uid"]: record for record in known}
-    on_start(len(asked))
+    _check_known(asked.prompts, records)
+    on_start(len(asked.prompts))
     room = asyncio.Semaphore(plan.in_flight // plan.per_request)
 
     async def part(prompt: Prompt, samples: tuple[int, ...]) -> list[Judged]:
@@ -192,10 +204,21 @@ async def evaluate(
 
     with first_error():
         async with asyncio.TaskGroup() as tasks:
-            for prompt in asked:
+            for prompt in asked.prompts:
                 if prompt.uid not in records:
                     tasks.create_task(one(prompt))
-    return Evaluation([records[prompt.uid] for prompt in asked], too_long, plan.sampling)
+    return Evaluation([records[prompt.uid] for prompt in asked.prompts], asked.too_long, plan.sampling)
+
+
+def _check_known(asked: Sequence[Prompt], known: Mapping[int, Record]) -> None:
+    for prompt in asked:
+        record = known.get(prompt.uid)
+        if record is not None and (record["prompt"], record["answer"]) != (prompt.text, prompt.answer):
+            raise ValueError(
+                f"problem {prompt.uid} was {record['prompt'][-80:]!r} (answer {record['answer']!r}) when this "
+                f"evaluation was begun, and is {prompt.text[-80:]!r} (answer {prompt.answer!r}) now: "
+                "eval.data has changed; begin anew with another --out"
+            )
 
 
 def _requests(plan: Plan) -> list[tuple[int, ...]]:
@@ -222,26 +245,30 @@ def _record(prompt: Prompt, group: Sequence[Judged], final_answer: FinalAnswer) 
     return {**problem, "n": len(samples), "right": sum(judged.right for judged in group), "samples": samples}
 
 
-def _askable(source: PromptSource, plan: Plan) -> tuple[list[Prompt], list[int]]:
-    asked: list[Prompt] = []
-    too_long: list[int] = []
+def askable(source: PromptSource, plan: Plan) -> Asked:
+    """The prompts that the plan asks, of a source that has fewer all of them. Raises ValueError if none is left."""
+    prompts: list[Prompt] = []
+    long: list[PromptTooLong] = []
     for uid in range(_count(source, plan.prompts)):
         try:
-            asked.append(take(source, uid, max_prompt_tokens=plan.max_prompt_tokens))
-        except PromptTooLong:
-            too_long.append(uid)
-    if too_long:
+            prompts.append(take(source, uid, max_prompt_tokens=plan.max_prompt_tokens))
+        except PromptTooLong as error:
+            long.append(error)
+    too_long, longest = [each.uid for each in long], max((each.tokens for each in long), default=0)
+    if not prompts:
+        raise ValueError(
+            f"data.max_prompt_tokens={plan.max_prompt_tokens} leaves out all {len(long)} held-out prompts; their "
+            f"lengths are {min(each.tokens for each in long)} to {longest} tokens; set at least {longest}"
+        )
+    if long:
         log.warning(
-            "%d held-out prompts are longer than data.max_prompt_tokens=%d and left out: %s",
-            len(too_long),
+            "%d held-out prompts are longer than data.max_prompt_tokens=%d, up to %d tokens, and left out: %s",
+            len(long),
             plan.max_prompt_tokens,
+            longest,
             too_long,
         )
-    if not asked:
-        raise ValueError(
-            f"data.max_prompt_tokens={plan.max_prompt_tokens} leaves out all {len(too_long)} held-out prompts; raise it"
-        )
-    return asked, too_long
+    return Asked(prompts, too_long)
 
 
 def _count(source: PromptSource, prompts: int) -> int:

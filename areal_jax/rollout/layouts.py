@@ -46,6 +46,8 @@ def answer_text(value: Any) -> str:
     """A reference as text: a whole float as an integer, of an explained answer what follows the last `####`."""
     if isinstance(value, list) and len(value) == 1:
         return answer_text(value[0])
+    if isinstance(value, bytes | bool):
+        raise ValueError(f"the answer is {value!r} of type {type(value).__name__}; it must be one text or number")
     if isinstance(value, dict | list):
         raise ValueError(f"the answer is a {type(value).__name__}, {str(value)[:80]!r}; it must be one text or number")
     if isinstance(value, float) and not math.isfinite(value):
@@ -138,7 +140,13 @@ def read_problem(row: Row, layout: Layout) -> tuple[Problem, str]:
     prompt, answer = _first(row, layout.prompts), _first(row, layout.answers)
     if not prompt or not answer:
         raise ValueError(_unknown(row, layout))
-    reference = layout.answers[answer](_column(row, answer))
+    value = _column(row, answer)
+    if isinstance(value, dict):
+        raise ValueError(
+            f"the answer in the column {answer} is a dict; name one column inside of it: "
+            f"{' or '.join(f'answer={answer}.{inner}' for inner in value)}"
+        )
+    reference = layout.answers[answer](value)
     if not reference:
         raise ValueError(f"the answer in the column {answer} is empty; leave the row out, or name another column")
     return _problem(_column(row, prompt)), reference
@@ -158,9 +166,17 @@ def _column(row: Row, name: str) -> Any:
     return _column(inside, inner) if inner and isinstance(inside, dict) else None
 
 
+def _names(column: str, value: Any) -> list[str]:
+    """A column and those inside of it, as the options name them: `sol`, `sol.value`."""
+    inside = value if isinstance(value, dict) else {}
+    return [column, *(name for inner, each in inside.items() for name in _names(f"{column}.{inner}", each))]
+
+
 def _problem(value: Any) -> Problem:
     """A problem as it stands in a column, checked: a text, or messages of which the last is the user's."""
     if isinstance(value, str | int | float):
+        if not str(value).strip():
+            raise ValueError("the problem is empty; leave the row out, or name another column")
         return str(value)
     if not isinstance(value, list) or not all(map(_is_message, value)):
         raise ValueError(f"a problem is a text, or a list of {{role, content}} with texts; this is {str(value)[:80]!r}")
@@ -178,7 +194,7 @@ def _is_message(value: Any) -> bool:
 
 def _unknown(row: Row, layout: Layout) -> str:
     """What is said of a row without problem or answer."""
-    columns = [name for name, value in row.items() if value is not None]
+    columns = [name for outer, value in row.items() if value is not None for name in _names(outer, value)]
     empty = [name for name, value in row.items() if value is None]
     here = f"columns {', '.join(columns)}" + (f" (and without a value: {', '.join(empty)})" if empty else "")
     if any(name in row for name in CODE_COLUMNS):

@@ -6,6 +6,7 @@ the prompts that are done. Called by the launchers (`load_source`) and the rollo
 nobody but the disk.
 """
 
+import difflib
 import functools
 import inspect
 import logging
@@ -167,9 +168,11 @@ def _check_variables(variables: Mapping[str, Any], read: frozenset[str], options
         if name not in read:
             options = [each for each in inspect.signature(Problems).parameters if each not in ("spec", "variables")]
             known = [each for each in options if each not in ("split", "seed", "tokenizer")]
+            near = difflib.get_close_matches(name, [*known, *sorted(read)], n=1, cutoff=0.0)[0]
             raise ValueError(
                 f"{options_key}.{name} is no option of a data set ({', '.join(known)}) and no variable that the "
-                f"model's chat template reads ({', '.join(sorted(read)) or 'none is used'})"
+                f"model's chat template reads ({', '.join(sorted(read)) or 'none is used'}); the nearest is "
+                f"{options_key}.{near}"
             )
 
 

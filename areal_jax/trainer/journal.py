@@ -81,7 +81,7 @@ class Journal:
         line = step.numbers | batch_figures(step.batch, consuming, self._correct_reward)
         line |= (
             packing_figures(step.batch, step.minibatches)
-            | update_figures(outcomes)
+            | update_figures(step.minibatches, outcomes)
             | {"updates/skipped": self._skipped}
         )
         pairs = first_logprobs(step.minibatches, outcomes, recomputed_prox=self._recomputed_prox)
@@ -145,23 +145,27 @@ def packing_figures(trajectories: Sequence[Trajectory], minibatches: Sequence[Mi
     }
 
 
-def update_figures(outcomes: Sequence[Outcome]) -> Line:
-    """Means over the tokens that were computed, of all minibatches together."""
+def update_figures(minibatches: Sequence[Minibatch], outcomes: Sequence[Outcome]) -> Line:
+    """The loss over all trained tokens; the other means over those that were computed, left out when there are none."""
     total: dict[str, float] = collections.defaultdict(float)
     for sums in (sums for outcome in outcomes for sums in outcome.sums):
         for name, value in sums.items():
             total[name] = max(total[name], float(value)) if name.endswith("_max") else total[name] + float(value)
-    tokens = max(1.0, total["tokens"])
-    return {
-        "loss": total["loss"] / tokens,
+    tokens, gradless = total["tokens"], sum(minibatch.gradless_tokens for minibatch in minibatches)
+    line = {
+        "loss": total["loss"] / max(1.0, tokens + gradless),
+        "grad_norm": np.mean([outcome.facts["grad_norm"] for outcome in outcomes]),
+        "lr": outcomes[-1].facts["lr"],
+    }
+    if tokens == 0:
+        return line
+    return line | {
         "entropy": total["entropy"] / tokens,
         "ratio/mean": total["ratio"] / tokens,
         "ratio/clipped": total["clipped"] / tokens,
         "behav_weight/mean": total["behav_weight"] / tokens,
         "behav_weight/max": total["behav_weight_max"],
         "approx_kl": total["approx_kl"] / tokens,
-        "grad_norm": np.mean([outcome.facts["grad_norm"] for outcome in outcomes]),
-        "lr": outcomes[-1].facts["lr"],
     }
 
 

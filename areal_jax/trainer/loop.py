@@ -160,10 +160,13 @@ def facts(config: Config, model_config: TransformerConfig, version: int) -> Fact
     run = {
         "seed": config.run.seed,
         "data": config.data.train,
+        "options": config.data.options,
         "prompts_per_step": config.trainer.prompts_per_step,
         "group_size": config.rollout.group_size,
     }
-    return json.loads(json.dumps({"version": version, "model": dataclasses.asdict(model_config), "run": run}))
+    model = dataclasses.asdict(model_config)
+    del model["kernels"]  # how it is computed, which may change between two starts
+    return json.loads(json.dumps({"version": version, "model": model, "run": run}))
 
 
 def start(

@@ -65,6 +65,27 @@ def test_a_bad_file_says_where(tmp_path, name, content, message):
         read(tmp_path / name)
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.jsonl", '{"prompt": "é"}'.encode("latin1"), "UTF-8 file (.*can't decode.*); .*iconv -f latin1 -t utf-8"),
+        ("a.jsonl.gz", lines().encode(), "gzip file (Not a gzipped file.*); write it again, or take the .gz off"),
+        ("a.json.gz", gzip.compress(lines().encode())[:-9], "gzip file (Compressed file ended.*); write it again"),
+        ("a.json.gz", gzip.compress(b"")[:10] + b"\xff" * 20, "gzip file (.*invalid block type); write it again"),
+        ("a.parquet", b"PAR", "Parquet file (Parquet file size is 3 bytes.*); write it again"),
+        ("a.parquet", b"PAR1" * 9, "Parquet file (.*); write it again"),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_named_with_the_remedy(tmp_path, name, content, message):
+    if name.endswith("parquet"):
+        pytest.importorskip("pyarrow", reason="Parquet files need the package pyarrow")
+    (tmp_path / name).write_bytes(content)
+    message = message.replace("(", r"\(").replace(")", r"\)")
+    with pytest.raises(ValueError, match=rf"^data.train='{tmp_path / name}': not a readable {message}") as error:
+        read(tmp_path / name)
+    assert "\n" not in str(error.value)
+
+
 def test_a_parquet_file_gives_its_rows_with_exact_numbers(tmp_path):
     pytest.importorskip("pyarrow", reason="Parquet files need the package pyarrow")
     import pyarrow as pa

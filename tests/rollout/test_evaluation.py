@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from areal_jax.config import Config, EvaluationConfig, GenerationConfig, RewardConfig, RolloutConfig, RunConfig
-from areal_jax.rollout.evaluation import evaluate, figures, plan
+from areal_jax.rollout.evaluation import askable, evaluate, figures, plan
 from areal_jax.rollout.workflow import RolloutFailed
 from tests.rollout.fakes import FakeScorer, FakeServers, FakeTokenizer, Numbers, completion
 
@@ -26,10 +26,11 @@ def make_plan(*, prompts=2, samples=1, in_flight=3, per_request=64, max_waiting=
 
 def score(source, *, servers=None, scorer=None, final_answer=lambda text: text, **other):
     arguments = {name: other.pop(name) for name in ("known", "on_start", "on_record") if name in other}
+    planned = make_plan(**other)
     return asyncio.run(
         evaluate(
-            source,
-            make_plan(**other),
+            askable(source, planned),
+            planned,
             generate=servers or FakeServers(),
             scorer=scorer or FakeScorer(lambda text, answer: float(answer in ("0", "1", "2"))),
             tokenizer=FakeTokenizer(),
@@ -37,6 +38,16 @@ def score(source, *, servers=None, scorer=None, final_answer=lambda text: text, 
             **arguments,
         )
     )
+
+
+class Lengths:
+    """Prompt uid has lengths[uid] tokens."""
+
+    def __init__(self, lengths):
+        self.lengths = lengths
+
+    def __getitem__(self, uid):
+        return dataclasses.replace(Numbers()[uid], tokens=np.ones(self.lengths[uid], np.int32))
 
 
 class Short(Numbers):
@@ -51,8 +62,9 @@ def test_prompts_that_are_too_long_are_counted_named_and_left_out():
 
 
 def test_nothing_but_long_prompts_is_an_error():
-    with pytest.raises(ValueError, match="data.max_prompt_tokens=8 leaves out all 2 held-out prompts"):
-        score(Numbers(too_long=(0, 1)), prompts=2)
+    message = "data.max_prompt_tokens=8 leaves out all 2 held-out prompts; .* 9 to 11 tokens; set at least 11"
+    with pytest.raises(ValueError, match=message):
+        askable(Lengths([9, 11]), make_plan(prompts=2))
 
 
 @pytest.mark.parametrize("prompts", [100, 0])
@@ -174,6 +186,12 @@ def test_one_problem_has_no_standard_error_and_no_lengths_of_right_ones():
     assert found["wrong"]["count"] == 4
 
 
+def test_known_records_of_other_problems_are_refused():
+    record = score(Numbers(), prompts=1, samples=1).records[0]
+    with pytest.raises(ValueError, match=r"problem 0 was .* \(answer '9'\) when this evaluation was begun, .* --out"):
+        score(Numbers(), prompts=1, samples=1, known=[{**record, "answer": "9"}])
+
+
 def test_known_records_are_taken_as_they_are():
     whole = score(Numbers(), prompts=4, samples=2)
     servers, started, new = FakeServers(), [], []
@@ -190,10 +208,11 @@ def test_the_sampling_is_that_of_the_section_eval_with_keys_of_its_own():
     config = Config(
         run=RunConfig(seed=7),
         reward=RewardConfig(cut_off="wrong"),
-        eval=EvaluationConfig(temperature=0.6, max_new_tokens=32768),
+        eval=EvaluationConfig(temperature=0.6, max_new_tokens=32768, top_p=0.95, top_k=20),
     )
     found = plan(config, stop_tokens=(5, 6), in_flight=64, per_request=16)
     assert (found.sampling.temperature, found.sampling.max_new_tokens) == (0.6, 32768)
+    assert (found.sampling.top_p, found.sampling.top_k) == (0.95, 20)
     assert (found.sampling.stop_tokens, found.cut_off) == ((5, 6), "wrong")
     assert found.sampling.seed == plan(config, stop_tokens=(), in_flight=1, per_request=1).sampling.seed
     seeds = range(-2, 1000)
@@ -203,3 +222,4 @@ def test_the_sampling_is_that_of_the_section_eval_with_keys_of_its_own():
     assert len(mapped) == len(seeds) and not mapped & set(seeds)
     default = plan(Config(), stop_tokens=(), in_flight=1, per_request=1).sampling
     assert default.max_new_tokens == Config().rollout.max_new_tokens
+    assert (default.top_p, default.top_k) == (1.0, 0)

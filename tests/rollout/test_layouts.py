@@ -87,6 +87,10 @@ def test_columns_that_the_user_names_come_first():
     [
         ({"text": "?", "label": 1}, {}, r"under prompt or .*it has the columns text, label\. .*prompt=COLUMN"),
         ({"prompt": "?", "answer": None}, {}, r"columns prompt \(and without a value: answer\)"),
+        ({"prompt": "?", "sol": {"value": 1, "unit": "m"}}, {"answer": "sol"},
+         "column sol is a dict; name one column inside of it: answer=sol.value or answer=sol.unit"),
+        ({"prompt": "?", "sol": {"value": {"m": 1}}}, {"answer": "sol.valu"},
+         "under sol.valu; it has the columns prompt, sol, sol.value, sol.value.m. Name them"),
         ({"prompt": "?", "answer": 1}, {"answer": "gold"}, "reference under gold; it has the columns prompt, answer"),
         ({"question": "?", "answer": "5"}, {"layout": "gsm8k"}, "the answer has no ####"),
         ({"problem": "?", "answer": "1/2"}, {"layout": "aime"}, "'1/2' is not an integer from 0 to 999"),

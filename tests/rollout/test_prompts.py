@@ -1,11 +1,13 @@
 """Prompt sources by position, and what is said about bad ones."""
 
+import dataclasses
 import json
 import logging
 import pathlib
 import sys
 import types
 
+import numpy as np
 import pytest
 
 from areal_jax.rollout.prompts import PromptTooLong, _permutation, load_source, take
@@ -168,7 +170,8 @@ def test_an_option_that_nobody_reads_is_refused(tmp_path, tokenizer):
     known = "none is used" if tokenizer.chat_template == "" else "date_string, mood"
     with pytest.raises(
         ValueError,
-        match=rf"data.options.templte is no option of a data set \(layout, .*order\) and no variable .*\({known}\)",
+        match=rf"data.options.templte is no option of a data set \(layout, .*order\) and no variable .*\({known}\); "
+        r"the nearest is data.options.template$",
     ):
         load(write(tmp_path, ONE), tokenizer=tokenizer, templte="{prompt}")
 
@@ -234,5 +237,8 @@ def test_a_source_that_miscounts_or_gives_nothing_is_refused(tmp_path):
 
     with pytest.raises(ValueError, match="gave prompt 0 for uid=5"):
         take(Constant(), 5, max_prompt_tokens=8)
+    nothing = dataclasses.replace(Numbers()[0], tokens=np.zeros(0, np.int32))
     with pytest.raises(ValueError, match="prompt 0 has no tokens"):
-        take(load(write(tmp_path, {"prompt": "", "answer": "1"})), 0, max_prompt_tokens=8)
+        take([nothing], 0, max_prompt_tokens=8)
+    with pytest.raises(ValueError, match="the problem is empty"):
+        load(write(tmp_path, {"prompt": " ", "answer": "1"}))

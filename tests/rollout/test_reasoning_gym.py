@@ -100,7 +100,7 @@ def test_seeds_give_different_streams_and_the_held_out_one_is_always_the_same():
     assert asked(source("held_out", 1, tasks=SUMS)) == asked(source("held_out", 9, tasks=SUMS))
 
 
-@pytest.mark.parametrize("tasks", [SUMS, {"products": {}, "gsm_symbolic": {}, "maze": {}}, {"tower_of_hanoi": {}}])
+@pytest.mark.parametrize("tasks", [SUMS, {"products": {}, "lcm": {}, "maze": {}}, {"tower_of_hanoi": {}}])
 def test_no_held_out_question_is_trained_on(tasks):
     held_out = set(asked(source("held_out", tasks=tasks), 100))
     assert not held_out & set(asked(source(tasks=tasks), 2000))

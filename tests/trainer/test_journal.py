@@ -84,9 +84,18 @@ def test_tokens_are_trained_or_masked():
 def test_means_are_over_tokens_and_not_over_microbatches():
     # 1 token with loss 1, 3 tokens with loss 0: 1 / 4, where a mean of means says 1 / 2.
     got = journal.update_figures(
-        [outcome(sums(1, loss=1.0, behav_weight_max=1.5)), outcome(sums(3, behav_weight_max=4.0, clipped=1))]
+        [Minibatch([]), Minibatch([])],
+        [outcome(sums(1, loss=1.0, behav_weight_max=1.5)), outcome(sums(3, behav_weight_max=4.0, clipped=1))],
     )
     assert got["loss"] == 0.25 and got["ratio/clipped"] == 0.25 and got["behav_weight/max"] == 4.0
+
+
+def test_tokens_without_gradient_share_the_loss_and_are_in_no_other_mean():
+    # 2 computed tokens with loss 1 and entropy 3 each, beside 6 that were only counted: 2 / 8, and 6 / 2.
+    got = journal.update_figures([Minibatch([], gradless_tokens=6)], [outcome(sums(2, loss=2.0, entropy=6.0))])
+    assert (got["loss"], got["entropy"]) == (0.25, 3.0)
+    nothing = journal.update_figures([Minibatch([], gradless_tokens=6)], [Outcome([], outcome().facts, [])])
+    assert nothing["loss"] == 0 and not {"entropy", "ratio/mean", "behav_weight/max"} & nothing.keys()
 
 
 def test_gap_is_over_tokens_of_the_consuming_version():

@@ -174,6 +174,12 @@ def test_resumed_run_trains_every_prompt_exactly_once(tmp_path, uninterrupted, m
         np.testing.assert_array_equal(second.publisher.published[4][name], value)
 
 
+def test_facts_tell_apart_what_would_make_other_prompts_of_the_same_uids(tmp_path, model_config):
+    config = make_config(tmp_path)
+    other = dataclasses.replace(config, data=dataclasses.replace(config.data, options={"order": "file"}))
+    assert loop.facts(config, model_config, 0) != loop.facts(other, model_config, 0)
+
+
 def test_finished_run_started_again_only_says_so(tmp_path, model_config, params, groups):
     config = make_config(tmp_path, steps=1, checkpoint={"every": 0})
     for _ in range(2):
