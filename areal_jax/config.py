@@ -10,6 +10,7 @@ import difflib
 import importlib
 import importlib.util
 import json
+import math
 import pathlib
 import re
 import typing
@@ -40,6 +41,7 @@ class ModelConfig:
 
     path: str = ""  # a directory in the Hugging Face format, or a hub id like "Qwen/Qwen2.5-1.5B-Instruct"
     shape: str = ""  # a config.json that the model must agree with; --dry_run plans with it before the download
+    attention: Literal["auto", "plain"] = "auto"  # auto: the kernels of the accelerator, for the shapes they take
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,12 +87,18 @@ class GenerationConfig:
     """Generation servers. One server per address; port 0 is chosen by `main`."""
 
     addresses: tuple[str, ...] = ("127.0.0.1:0",)
+    http_addresses: tuple[str, ...] = ()  # of OpenAI's API and /metrics, one per server; empty: no HTTP
     slots: int = 64
+    max_length: int = 0  # tokens that a slot holds; 0: data.max_prompt_tokens + the most new tokens
     decode_steps: int = 8  # tokens per slot and dispatch, the most that a swap waits for
     length_buckets: tuple[int, ...] = ()  # cache lengths to compile for; empty: powers of two
     prefill_rows: int = 8  # prompts (or slots to recompute) per prefill
+    prefill_tokens: int = 32768  # most tokens of one prefill, padding too; longer rows go one by one (bytes: --dry_run)
+    double_buffer: bool = True  # new weights load beside the old ones; False: in their place, while nothing decodes
     on_update: Literal["recompute", "keep", "drain"] = "recompute"
     dtype: Literal["float32", "bfloat16"] = "float32"
+    batch_invariant: bool = False  # every bit of a log-probability as the trainer computes it: a proof, and slow
+    tensor: int = 1  # devices over which a server splits heads, feed-forward and vocabulary, its cache by heads
     max_waiting: int = 4096  # requests that may wait for a slot before the server answers "busy"
 
 
@@ -172,6 +180,8 @@ class EvaluationConfig:
     prompts: int = 256  # the first ones of the source; 0 = all of a finite one
     samples: int = 1  # per prompt; the paper's avg@32 takes 32
     temperature: float = 1.0  # 0 = greedy, with one sample
+    top_p: float = 1.0  # of the probability; 1 = all tokens
+    top_k: int = 0  # 0 = all tokens
     max_new_tokens: int = 0  # 0: rollout.max_new_tokens; if more than that, the servers' caches grow to hold it
 
 
@@ -213,8 +223,19 @@ class Config:
 
     @property
     def cache_length(self) -> int:
+        """Tokens that a slot of a generation server holds."""
+        return self.generation.max_length or self.needed_length
+
+    @property
+    def needed_length(self) -> int:
         """Tokens that a slot of a generation server must hold, for rollouts and for evaluation."""
         return self.data.max_prompt_tokens + max(self.rollout.max_new_tokens, self.eval_max_new_tokens)
+
+    @property
+    def vocab_multiple(self) -> int:
+        """What the rows of the vocabulary are padded to a multiple of: both tensor axes divide it."""
+        # A trainer's axis of -1 (what the others leave) is only known on its devices: the mesh then says what must fit.
+        return math.lcm(max(1, self.trainer.mesh.tensor), max(1, self.generation.tensor))
 
     @property
     def run_dir(self) -> pathlib.Path:
@@ -271,6 +292,15 @@ def _convert(wanted: Any, value: Any, path: str) -> Any:
 def is_key(path: str) -> bool:
     """Whether a dotted path names a value of the config (or one of the free-form data.options and eval.options)."""
     return path in _paths(Config, "") or path.startswith(("data.options.", "eval.options."))
+
+
+def wrong_text(path: str, text: str) -> str:
+    """The error text for a value on the command line that is not of the key's type; "" for a type that takes any."""
+    wanted: Any = Config
+    for key in path.split("."):
+        wanted = typing.get_type_hints(wanted)[key]
+    kinds = {int: "a whole number", float: "a number", bool: "true or false"}
+    return f"config.{path}={text} must be {kinds[wanted]}" if wanted in kinds else ""
 
 
 def unknown_key(path: str) -> str:
@@ -332,22 +362,64 @@ def check_evaluation(config: Config) -> None:
 
 def _check_evaluation(config: Config, data: Mapping[str, str]) -> None:
     """`data` are the prompt sources that must be there, by key."""
-    for path, value, least in _bounds(config):
-        if value < least:
-            raise ValueError(f"config.{path}={value} must be at least {least}")
+    _check_bounds(config)
     _check_files(config, data)
+    _check_generation(config)
+    if config.generation.max_length and config.generation.max_length < config.needed_length:
+        raise ValueError(
+            f"config.generation.max_length={config.generation.max_length} is less than the longest sequence, "
+            f"{config.needed_length} tokens (data.max_prompt_tokens={config.data.max_prompt_tokens} + the larger of "
+            f"rollout.max_new_tokens={config.rollout.max_new_tokens} and eval.max_new_tokens="
+            f"{config.eval.max_new_tokens}); raise it to at least {config.needed_length}, or leave it 0"
+        )
+    if not 0 < config.eval.top_p <= 1:
+        raise ValueError(f"config.eval.top_p={config.eval.top_p} must be above 0 and at most 1 (all tokens)")
     if config.eval.temperature == 0 and config.eval.samples > 1:
         raise ValueError(
             f"config.eval.temperature=0 takes the most likely token, so that all config.eval.samples="
             f"{config.eval.samples} of a prompt would be the same; set eval.samples=1, or a temperature"
         )
-    buckets = config.generation.length_buckets
+
+
+def check_serving(config: Config) -> None:
+    """As `check`, for a generation server by itself: it needs a model, and neither data nor a reward."""
+    _check_bounds(config)
+    _check_model(config)
+    _check_generation(config)
+
+
+def _check_bounds(config: Config) -> None:
+    for path, value, least in _bounds(config):
+        if value < least:
+            raise ValueError(f"config.{path}={value} must be at least {least}")
+
+
+def _check_generation(config: Config) -> None:
+    settings = config.generation
+    buckets = settings.length_buckets
     if buckets and max(buckets) < config.cache_length:
+        made_of = (
+            "generation.max_length"
+            if settings.max_length
+            else (
+                f"data.max_prompt_tokens={config.data.max_prompt_tokens} + the larger of rollout.max_new_tokens="
+                f"{config.rollout.max_new_tokens} and eval.max_new_tokens={config.eval.max_new_tokens}"
+            )
+        )
         raise ValueError(
             f"config.generation.length_buckets={buckets} end below the longest sequence, {config.cache_length} tokens "
-            f"(data.max_prompt_tokens={config.data.max_prompt_tokens} + the larger of rollout.max_new_tokens="
-            f"{config.rollout.max_new_tokens} and eval.max_new_tokens={config.eval.max_new_tokens}); add a bucket "
-            f"of at least {config.cache_length}"
+            f"({made_of}); add a bucket of at least {config.cache_length}"
+        )
+    if len(settings.http_addresses) not in (0, len(settings.addresses)):
+        raise ValueError(
+            f"config.generation.http_addresses names {len(settings.http_addresses)} addresses for "
+            f"{len(settings.addresses)} servers (generation.addresses); give one for each, or none"
+        )
+    if settings.batch_invariant and (settings.tensor > 1 or settings.dtype != config.trainer.dtype):
+        raise ValueError(
+            f"config.generation.batch_invariant=True with generation.tensor={settings.tensor}, generation.dtype="
+            f"{settings.dtype}, trainer.dtype={config.trainer.dtype}: bits are the same only where one device computes "
+            "in one dtype on either side; set generation.tensor=1 and both dtypes alike"
         )
 
 
@@ -372,8 +444,11 @@ def _bounds(config: Config) -> list[tuple[str, float, float]]:
         ("data.max_prompt_tokens", config.data.max_prompt_tokens, 1),
         ("reward.workers", config.reward.workers, 1),
         ("generation.slots", config.generation.slots, 1),
+        ("generation.max_length", config.generation.max_length, 0),
         ("generation.decode_steps", config.generation.decode_steps, 1),
         ("generation.prefill_rows", config.generation.prefill_rows, 1),
+        ("generation.tensor", config.generation.tensor, 1),
+        ("generation.prefill_tokens", config.generation.prefill_tokens, 1),
         ("trainer.steps", config.trainer.steps, 1),
         ("trainer.prompts_per_step", config.trainer.prompts_per_step, 1),
         ("trainer.logprob_chunk", config.trainer.logprob_chunk, 1),
@@ -386,6 +461,7 @@ def _bounds(config: Config) -> list[tuple[str, float, float]]:
         ("eval.prompts", config.eval.prompts, 0),
         ("eval.max_new_tokens", config.eval.max_new_tokens, 0),
         ("eval.temperature", config.eval.temperature, 0),
+        ("eval.top_k", config.eval.top_k, 0),
         ("reward.timeout_s", config.reward.timeout_s, 0),
         ("reward.memory_gb", config.reward.memory_gb, 0),
         ("eval.samples", config.eval.samples, 1),
@@ -395,8 +471,22 @@ def _bounds(config: Config) -> list[tuple[str, float, float]]:
 
 def _check_files(config: Config, data: Mapping[str, str]) -> None:
     for path, value in (("model.path", config.model.path), *data.items()):
-        if not value:
-            raise ValueError(f"config.{path} is not set; a config file under configs/ shows what it may be")
+        _check_set(path, value)
+    _check_model(config)
+    for key, value in data.items():
+        _check_data(key, value)
+    if ":" in config.reward.function:
+        resolve(config.reward.function, "reward.function")
+
+
+def _check_set(path: str, value: str) -> None:
+    if not value:
+        what = "DIR or org/name" if path == "model.path" else "FILE, hub:NAME or module:factory"
+        raise ValueError(f"config.{path} is not set; give --config.{path}={what}")
+
+
+def _check_model(config: Config) -> None:
+    _check_set("model.path", config.model.path)
     if not pathlib.Path(config.model.path).expanduser().is_dir() and not is_hub_id(config.model.path):
         raise FileNotFoundError(no_model_directory(config.model.path))
     if config.model.shape and not pathlib.Path(config.model.shape).is_file():
@@ -404,10 +494,6 @@ def _check_files(config: Config, data: Mapping[str, str]) -> None:
             f"config.model.shape={config.model.shape}: no such file; give the config.json that the model must agree "
             "with, or leave it empty"
         )
-    for key, value in data.items():
-        _check_data(key, value)
-    if ":" in config.reward.function:
-        resolve(config.reward.function, "reward.function")
 
 
 def _check_data(key: str, spec: str) -> None:
@@ -453,6 +539,9 @@ def is_hub_id(path: str) -> bool:
 
 def no_model_directory(path: str) -> str:
     """The error text for a model.path that is neither a directory nor the id of a model on the hub."""
+    file = pathlib.Path(path).expanduser()
+    if file.is_file():
+        return f"config.model.path={path} is a file; give the directory it is in: --config.model.path={file.parent}"
     return (
         f"config.model.path={path}: no such directory; give one in the Hugging Face format (config.json, "
         'tokenizer.json, *.safetensors), or the id of a model on the hub ("org/name" or "org/name@revision")'

@@ -5,7 +5,9 @@ figures), completions.jsonl (a record for each problem, see `rollout.evaluation`
 on stdout, progress on stderr. Nothing is trained; waits for nobody.
 """
 
+import os
 import pathlib
+import sys
 from collections.abc import Sequence
 
 from absl import app, flags
@@ -28,7 +30,12 @@ def main(argv: Sequence[str]) -> int:
 
         from areal_jax.launch import evaluation  # with jax, which takes seconds: a mistake above is told before
 
-        return evaluation.run(config, pathlib.Path(_OUT.value or f"runs/{config.run.name}-evaluation"))
+        status = evaluation.run(config, pathlib.Path(_OUT.value or f"runs/{config.run.name}-evaluation"))
+    if status == 130:  # jaxlib crashes in the interpreter's end when Ctrl-C came into a compilation: leave that out
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+    return status
 
 
 if __name__ == "__main__":

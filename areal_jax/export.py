@@ -142,4 +142,4 @@ def _write_json(file: pathlib.Path, content: dict[str, Any]) -> None:
 
 if __name__ == "__main__":
     flags.mark_flags_as_required(["checkpoint", "out"])
-    app.run(main)
+    app.run(main, flags_parser=command_line.parse_flags)

@@ -13,7 +13,7 @@ from absl import app, flags
 from areal_jax import config as config_lib
 from areal_jax import metrics
 from areal_jax.config import Config
-from areal_jax.hub import model_directory
+from areal_jax.hub import find_model, model_directory
 from areal_jax.launch import command_line
 
 _CONFIG = command_line.define_config()
@@ -34,11 +34,16 @@ def main(argv: Sequence[str]) -> int:
         raise app.UsageError(f"unexpected arguments {argv[1:]}; options look like --config.trainer.steps=10")
     with command_line.plain_errors():
         config = config_lib.build(_CONFIG.value)
-        config_lib.check(config)
-        if not _DRY_RUN.value:
-            config_lib.check_packages(config)
+        if _ROLE.value == "generator":  # also by itself, for a model without data or training
+            config_lib.check_serving(config)
+        else:
+            config_lib.check(config)
+            if not _DRY_RUN.value:
+                config_lib.check_packages(config)
         if config.metrics.wandb:
             metrics.require_wandb()
+    if _DRY_RUN.value and _ROLE.value == "generator":
+        return dry_serve(config)
     if _DRY_RUN.value:
         return dry_run(config, devices=_DEVICES.value)
     with command_line.plain_errors():
@@ -50,11 +55,28 @@ def main(argv: Sequence[str]) -> int:
 
 
 def dry_run(config: Config, *, devices: int) -> int:
-    """Prints the config, and on stderr what the run will need of each device."""
-    from areal_jax.launch import plan
+    """Prints the config, and on stderr what the run will need of each device and the first problems it will ask.
+
+    Nothing is downloaded: problems are shown when the model and both data sets are files here, or Python.
+    """
+    from areal_jax.launch import plan, preview
 
     with command_line.plain_errors():
         report = plan.report(config, devices=devices)
+        local = not any(data.startswith(config_lib.HUB) for data in (config.data.train, config.eval.data))
+        if local and find_model(config.model.path) is not None:
+            report += "\n" + preview.report(config)
+    print(config_lib.to_json(config), end="", flush=True)
+    print(report, file=sys.stderr)
+    return 0
+
+
+def dry_serve(config: Config) -> int:
+    """The same for a generation server by itself."""
+    from areal_jax.launch import plan
+
+    with command_line.plain_errors():
+        report = plan.serving_report(config)
     print(config_lib.to_json(config), end="", flush=True)
     print(report, file=sys.stderr)
     return 0
@@ -64,7 +86,7 @@ def run(config: Config, *, command: Sequence[str]) -> int:
     """A whole run with its summary; also of one that was interrupted or failed half way."""
     from rich.console import Console
 
-    from areal_jax.launch import processes, summary, threads
+    from areal_jax.launch import preview, processes, run_files, summary, threads
 
     finished = summary.finished(config.run_dir, config.trainer.steps)
     if finished:
@@ -72,6 +94,7 @@ def run(config: Config, *, command: Sequence[str]) -> int:
         summary.show(config.run_dir, finished, Console())
         return 0
     model_directory(config.model.path)  # once: the parts, which start at the same time, then find it in the cache
+    preview.check(config)
     launch = processes.run if config.run.launch == "processes" else threads.run
     try:
         status = launch(config, command=command)
@@ -80,6 +103,10 @@ def run(config: Config, *, command: Sequence[str]) -> int:
         status = 1
     if (config.run_dir / "metrics.jsonl").exists():
         summary.show(config.run_dir, summary.write(config.run_dir), Console())
+    if status == 130:
+        newest = run_files.newest_checkpoint(config.run_dir)
+        there = "there is no checkpoint yet" if newest is None else f"the newest checkpoint is of version {newest}"
+        print(f"stopped: {there}; the same command goes on from version {newest or 0}")
     return status
 
 

@@ -36,12 +36,25 @@ class Prompt:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Sampling:
-    """How the tokens of one request are drawn. `temperature` divides the logits; 0 is greedy."""
+    """How the tokens of one request are drawn.
+
+    `temperature` divides the logits; 0 is greedy. Then only the `top_k` most likely tokens are kept (0: all), of these
+    the fewest whose share of the probability reaches `top_p`, of these the ones at least `min_p` times as likely as the
+    most likely one. Log-probabilities are those of what is left, renormalised.
+
+    A sample ends with one of `stop_tokens`, which have no probability before `min_new_tokens` other tokens, or with the
+    token that completes one of `stop_strings`, which are not looked for before then either.
+    """
 
     max_new_tokens: int
     temperature: float = 1.0
     seed: int = 0
     stop_tokens: tuple[int, ...] = ()
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    min_new_tokens: int = 0
+    stop_strings: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -49,7 +62,8 @@ class Completion:
     """Tokens that one generation call returned, end-of-sequence token included.
 
     `logprobs` are those of the distribution that the token was sampled from, `versions` those of the weights that
-    sampled it. `finish_reason` is "stop" (a stop token, which is the last of `tokens`) or "length".
+    sampled it. `finish_reason` is "stop" (the last of `tokens` is a stop token, or completes a stop string, whatever
+    text it has behind that) or "length".
     """
 
     tokens: np.ndarray  # [T] int32
@@ -64,7 +78,7 @@ class Busy(RuntimeError):
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Chunk:
-    """Tokens of one sample since its last chunk. `finish_reason` is "" while the sample goes on."""
+    """Tokens of one sample since its last chunk, perhaps none. `finish_reason` is "" while the sample goes on."""
 
     sample: int
     tokens: np.ndarray  # [T] int32
@@ -78,7 +92,8 @@ class GenerateRequest:
     """One prompt, and which samples of its group are wanted.
 
     `partial` holds, by sample index, what a sample already has (from a server that died); it is continued, not begun
-    again. Evaluation requests (`evaluation=True`) are admitted before rollouts.
+    again. Evaluation requests (`evaluation=True`) are admitted before rollouts. A request that is not finished
+    `timeout_s` after the server took it ends with a TimeoutError (0: it may take any time).
     """
 
     uid: int
@@ -87,6 +102,7 @@ class GenerateRequest:
     sampling: Sampling
     evaluation: bool = False
     partial: Mapping[int, Completion] = dataclasses.field(default_factory=dict)
+    timeout_s: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)

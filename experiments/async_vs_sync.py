@@ -19,7 +19,7 @@ from experiments import runs
 mpl.use("Agg")
 import matplotlib.pyplot as plt
 
-_OUT = flags.DEFINE_string("out", None, "Directory for the results.", required=True)
+_OUT = runs.OUT
 _PAIRS = flags.DEFINE_integer("pairs", 3, "Runs of each setting.")
 _STEPS = flags.DEFINE_integer("steps", 60, "Training steps per run.")
 

@@ -13,13 +13,13 @@ from collections.abc import Sequence
 
 import matplotlib as mpl
 import numpy as np
-from absl import app, flags
+from absl import app
 
 from areal_jax import compilation, config
 from areal_jax.launch import roles
 from areal_jax.launch.threads import LocalGenerate
 from areal_jax.rewards.final_answer import final_answer
-from areal_jax.rollout.evaluation import Evaluation, evaluate, plan
+from areal_jax.rollout.evaluation import Evaluation, askable, evaluate, plan
 from areal_jax.tokenizer import Tokenizer
 from configs import math
 from experiments import runs
@@ -27,7 +27,7 @@ from experiments import runs
 mpl.use("Agg")
 import matplotlib.pyplot as plt
 
-_OUT = flags.DEFINE_string("out", None, "Directory for the results.", required=True)
+_OUT = runs.OUT
 
 SAMPLES = 8
 
@@ -60,10 +60,11 @@ async def ask(settings: config.Config, generate: LocalGenerate, *, samples: int,
     tokenizer, slots = Tokenizer.load(settings.model.path), settings.generation.slots
     asked = dataclasses.replace(settings.eval, samples=samples, temperature=temperature)
     settings = dataclasses.replace(settings, eval=asked)
+    planned = plan(settings, stop_tokens=tokenizer.eos_ids, in_flight=slots, per_request=slots)
     with roles.make_scorer(settings) as scorer:
         return await evaluate(
-            roles.load_prompts(settings, "held_out", tokenizer),
-            plan(settings, stop_tokens=tokenizer.eos_ids, in_flight=slots, per_request=slots),
+            askable(roles.load_prompts(settings, "held_out", tokenizer), planned),
+            planned,
             generate=generate,
             scorer=scorer,
             tokenizer=tokenizer,

@@ -19,7 +19,7 @@ from experiments import runs
 mpl.use("Agg")
 import matplotlib.pyplot as plt
 
-_OUT = flags.DEFINE_string("out", None, "Directory for the results.", required=True)
+_OUT = runs.OUT
 _SEEDS = flags.DEFINE_list("seeds", ["1", "2", "3"], "Seeds of the runs.")
 
 

@@ -33,7 +33,7 @@ from experiments import runs
 mpl.use("Agg")
 import matplotlib.pyplot as plt
 
-_OUT = flags.DEFINE_string("out", None, "Directory for the results.", required=True)
+_OUT = runs.OUT
 _KEEP_MODEL = flags.DEFINE_bool("keep_model", False, "Leave DIR/model there.")
 _MEASURE = flags.DEFINE_string("measure", "", "Do this one measurement of DIR/model, and print it.")
 

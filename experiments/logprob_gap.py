@@ -1,5 +1,7 @@
 """The distance |log p of the generator - log p of the trainer| at equal version, in float32 and bfloat16.
 
+Each dtype also with `generation.batch_invariant`, where nothing is left of it if it was rounding and nothing else.
+
     python -m experiments.logprob_gap --out=DIR
 
 In: nothing. Out: DIR/results.json, DIR/gap.png, and the runs. Synchronous runs (eta = 0), in which every token was
@@ -17,7 +19,7 @@ from experiments import runs
 mpl.use("Agg")
 import matplotlib.pyplot as plt
 
-_OUT = flags.DEFINE_string("out", None, "Directory for the results.", required=True)
+_OUT = runs.OUT
 _STEPS = flags.DEFINE_integer("steps", 20, "Training steps per run.")
 
 DTYPES = ("float32", "bfloat16")
@@ -29,8 +31,11 @@ def main(argv: Sequence[str]) -> None:
     results, steps = {}, {}
     for dtype in DTYPES:
         settings = [f"trainer.dtype={dtype}", f"generation.dtype={dtype}", "rollout.max_staleness=0", "eval.every=0"]
-        results[dtype] = runs.run(out / dtype, *settings, f"trainer.steps={_STEPS.value}")["logp_gap"]
+        settings.append(f"trainer.steps={_STEPS.value}")
+        results[dtype] = runs.run(out / dtype, *settings)["logp_gap"]
         steps[dtype] = runs.lines(out / dtype, "metrics")
+        name = f"{dtype}_batch_invariant"
+        results[name] = runs.run(out / name, *settings, "generation.batch_invariant=True")["logp_gap"]
     plot(out / "gap.png", steps)
     runs.write(out, results)
 

@@ -32,7 +32,7 @@ from areal_jax.rewards.final_answer import normalised
 from areal_jax.rewards.pool import RewardPool
 from experiments import runs
 
-_OUT = flags.DEFINE_string("out", None, "Directory for the results.", required=True)
+_OUT = runs.OUT
 _DATA = flags.DEFINE_string("data", "../shared/data", "Directory of math500.json and gsm8k_test.jsonl.")
 
 VERIFIER = "areal_jax.rewards.math_verdict:answers_match"

@@ -10,7 +10,9 @@ import time
 from typing import Any
 
 import jax
+from absl import flags
 
+OUT = flags.DEFINE_string("out", None, "Directory for the results.", required=True)  # of every experiment
 CONFIG = str(pathlib.Path(__file__).parents[1] / "configs" / "math.py")
 
 Line = dict[str, Any]

@@ -22,7 +22,7 @@ from experiments import runs
 mpl.use("Agg")
 import matplotlib.pyplot as plt
 
-_OUT = flags.DEFINE_string("out", None, "Directory for the results.", required=True)
+_OUT = runs.OUT
 _MODEL = flags.DEFINE_string("model", "runs/smollm2", "What experiments.smollm2_model wrote.")
 _TASKS = flags.DEFINE_list(
     "tasks", ["one_digit:40", "two_digits:110", "chain_sum:80"], "TASK:STEPS of configs/smollm2_135m_math.py."

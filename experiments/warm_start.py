@@ -35,8 +35,9 @@ from areal_jax.models.transformer import TransformerConfig, init_params
 from areal_jax.rollout import arithmetic
 from areal_jax.rollout.arithmetic import Problem
 from areal_jax.trainer import sft
+from experiments import runs
 
-_OUT = flags.DEFINE_string("out", None, "Directory for the model and the results.", required=True)
+_OUT = runs.OUT
 _UPDATES = flags.DEFINE_integer("updates", 3600, "Optimizer updates.")
 _SEED = flags.DEFINE_integer("seed", 1, "Of the initial weights and the problems.")
 

@@ -10,7 +10,7 @@ import pytest
 ROOT = pathlib.Path(__file__).parents[1]
 PACKAGE = ROOT / "areal_jax"
 FLOORS = {
-    "config": 1, "types": 1, "metrics": 1,
+    "config": 1, "types": 1, "metrics": 1, "telemetry": 1,
     "tokenizer": 2, "gym_tasks": 2, "hub": 2, "compilation": 2, "algorithms": 2, "models": 2,
     "trainer": 3, "generation": 3, "rollout": 3, "rewards": 3, "transport": 3, "trajectory_queue": 3, "weights": 3,
     "launch": 4,
@@ -20,6 +20,8 @@ SKINS = {"transport": {"trajectory_queue", "weights"}}  # gRPC as a skin over th
 FENCES = {  # package: the only places that import it
     "grpc": ("transport/",),
     "jetstream": ("generation/", "transport/"),
+    "aiohttp": ("transport/",),
+    "prometheus_client": ("transport/",),
     "third_party": ("generation/",),
     "optax": ("trainer/",),
     "orbax": ("trainer/checkpoint.py", "weights.py"),
@@ -31,6 +33,7 @@ FENCES = {  # package: the only places that import it
 }
 WITHOUT_JAX = (
     "main", "evaluate", "launch.roles", "rollout.controller", "rewards.pool", "transport.clients", "transport.servers",
+    "transport.http_server",
 )  # fmt: skip
 
 

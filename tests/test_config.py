@@ -11,6 +11,7 @@ from areal_jax.config import (
     build,
     check,
     check_evaluation,
+    check_serving,
     default_config,
     get_config,
     to_json,
@@ -51,6 +52,18 @@ def test_a_config_survives_the_way_through_ml_collections_and_json(tmp_path):
     assert build(get_config(str(tmp_path / "config.json"))) == built
 
 
+def test_a_text_on_the_command_line_that_is_no_number_names_its_key():
+    assert config_lib.wrong_text("trainer.steps", "ten") == "config.trainer.steps=ten must be a whole number"
+    assert config_lib.wrong_text("trainer.optimizer.lr", "x") == "config.trainer.optimizer.lr=x must be a number"
+    assert config_lib.wrong_text("metrics.wandb", "x") == "config.metrics.wandb=x must be true or false"
+    assert config_lib.wrong_text("run.cores", "x") == ""
+
+
+def test_a_model_path_that_is_not_set_says_what_it_may_be():
+    with pytest.raises(ValueError, match="config.model.path is not set; give --config.model.path=DIR or org/name"):
+        check(build(default_config()))
+
+
 def test_an_unknown_key_names_its_nearest_neighbour():
     values = dataclasses.asdict(Config())
     values["trainer"]["optimizer"]["learning_rat"] = 1.0
@@ -75,7 +88,7 @@ def test_an_evaluation_alone_asks_for_nothing_of_training(tmp_path):
     config.eval.data = config.reward.function = "areal_jax.config:get_config"
     config.trainer.token_budget = 1
     check_evaluation(build(config))
-    with pytest.raises(ValueError, match="config.data.train is not set"):
+    with pytest.raises(ValueError, match="config.data.train is not set; give --config.data.train=FILE, hub:NAME or"):
         check(build(config))
     config.eval.samples, config.eval.temperature = 8, 0.0
     with pytest.raises(ValueError, match=r"eval.temperature=0 takes the most likely token.*eval.samples=8.*the same"):
@@ -102,6 +115,9 @@ def test_an_evaluation_alone_asks_for_nothing_of_training(tmp_path):
         ("rollout.top_p", 0.8, "truncated distribution.*only top_p=1 and top_k=0 train"),
         ("rollout.top_k", 50, "only top_p=1 and top_k=0 train"),
         ("eval.temperature", -1.0, "config.eval.temperature=-1.0 must be at least 0"),
+        ("eval.top_p", 0.0, r"config.eval.top_p=0.0 must be above 0 and at most 1"),
+        ("eval.top_p", 1.5, r"config.eval.top_p=1.5 must be above 0 and at most 1"),
+        ("eval.top_k", -1, "config.eval.top_k=-1 must be at least 0"),
         ("eval.max_new_tokens", -1, "config.eval.max_new_tokens=-1 must be at least 0"),
         ("generation.length_buckets", (512, 28671), "end below the longest sequence, 28672 tokens.*of at least 28672"),
         ("model.path", "/nowhere", "no such directory"),
@@ -178,3 +194,32 @@ def test_a_data_set_whose_package_is_missing_is_refused_with_the_command(tmp_pat
         config_lib.check_packages(build(config))
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object() if name == package else find_spec(name))
     config_lib.check_packages(build(config))
+
+
+def test_serving_needs_a_model_and_neither_data_nor_reward(tmp_path):
+    config = default_config()
+    with pytest.raises(ValueError, match="config.model.path is not set"):
+        check_serving(build(config))
+    config.model.path = str(tmp_path)
+    check_serving(build(config))
+    config.generation.http_addresses = ("127.0.0.1:0", "127.0.0.1:0")
+    with pytest.raises(ValueError, match=r"http_addresses names 2 addresses for 1 servers"):
+        check_serving(build(config))
+    config.generation.http_addresses = ()
+    config.generation.max_length, config.generation.length_buckets = 100, (64,)
+    with pytest.raises(ValueError, match=r"end below the longest sequence, 100 tokens \(generation.max_length\)"):
+        check_serving(build(config))
+
+
+def test_slots_hold_max_length_tokens_and_a_run_refuses_one_that_is_too_short(tmp_path):
+    config = default_config()
+    config.model.path = str(tmp_path)
+    config.data.train = config.eval.data = config.reward.function = "areal_jax.config:get_config"
+    config.data.max_prompt_tokens, config.rollout.max_new_tokens, config.eval.max_new_tokens = 100, 50, 60
+    assert build(config).cache_length == 160
+    config.generation.max_length = 200
+    check(build(config))
+    assert build(config).cache_length == 200
+    config.generation.max_length = 159
+    with pytest.raises(ValueError, match=r"max_length=159 is less than the longest sequence, 160 tokens"):
+        check(build(config))

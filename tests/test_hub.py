@@ -69,7 +69,7 @@ def test_a_file_is_no_model(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "org").mkdir()
     (tmp_path / "org" / "name").write_text("")
-    with pytest.raises(FileNotFoundError, match="no such directory"):
+    with pytest.raises(FileNotFoundError, match="model.path=org/name is a file; .*--config.model.path=org$"):
         hub.model_directory("org/name")
 
 

@@ -56,7 +56,7 @@ def test_the_example_of_an_own_task_runs():
         def encode(self, text):
             return [ord(letter) for letter in text]
 
-    (example,) = blocks("python")
+    (example,) = [block for block in blocks("python") if block.startswith("# my_task.py")]
     names: dict = {}
     exec(compile(example, "README.md", "exec"), names)
     source = names["Squares"](split="train", seed=1, tokenizer=Tokenizer(), largest=9)

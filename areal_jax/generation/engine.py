@@ -14,7 +14,7 @@ Shapes: S slots, C tokens a slot can hold, B rows of a prefill, L tokens of a ro
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -22,14 +22,17 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx, struct
 from jax import Array
+from jax.sharding import Mesh, NamedSharding
 
 from third_party.jetstream import compat  # noqa: F401  isort: skip  (mends JetStream, so it comes first)
 from jetstream.engine import engine_api, tokenizer_pb2
 
-from areal_jax.generation import sampling
+from areal_jax.generation import placement, sampling
+from areal_jax.generation.buckets import PrefillShapes, default_buckets
 from areal_jax.generation.jetstream_tokenizer import JetStreamTokenizer
-from areal_jax.models import decode, sharding
-from areal_jax.models.transformer import Params, TransformerConfig, bind, graph, param_shapes
+from areal_jax.models import attention_kernels, decode
+from areal_jax.models.logprobs import from_logits_of
+from areal_jax.models.transformer import Params, Transformer, TransformerConfig, bind, graph, param_shapes
 
 STOP_TOKENS = 4  # stop tokens a request may have
 
@@ -53,7 +56,9 @@ class DecodeState:
     limit: Array  # [S] int32, the length at which a sequence ends
     active: Array  # [S] bool
     temperature: Array  # [S] float32
+    truncation: sampling.Truncation
     stop_tokens: Array  # [S, STOP_TOKENS] int32, -1 = none
+    min_length: Array  # [S] int32, the length below which no stop token is drawn
     keys: Array  # [S, 2] uint32
 
 
@@ -66,7 +71,9 @@ class Requests:
     prompt_length: Any  # [S] int32
     limit: Any  # [S] int32
     temperature: Any  # [S] float32
+    truncation: sampling.Truncation
     stop_tokens: Any  # [S, STOP_TOKENS] int32
+    min_length: Any  # [S] int32
     seed: Any  # [S] uint32
     uid: Any  # [S] uint32
     sample: Any  # [S] uint32
@@ -99,16 +106,12 @@ class EngineOptions:
     max_length: int
     decode_steps: int = 8
     prefill_rows: int = 8
+    prefill_tokens: int = 32768  # most tokens of one prefill or recompute, if that is more than one row
     length_buckets: tuple[int, ...] = ()
     dtype: str = "float32"
     temperature: float = 1.0  # of requests that come through JetStream, which has no field for it
     seed: int = 0  # likewise
-
-
-def default_buckets(max_length: int) -> tuple[int, ...]:
-    """Powers of two from 32 on, and the limit itself."""
-    powers = [2**n for n in range(5, max_length.bit_length() + 1) if 2**n < max_length]
-    return (*powers, max_length)
+    tensor: int = 1  # devices over which heads, feed-forward and vocabulary are split
 
 
 class Engine(engine_api.Engine):
@@ -120,7 +123,7 @@ class Engine(engine_api.Engine):
         options: EngineOptions,
         *,
         tokenizer: Any = None,
-        device: jax.Device | None = None,
+        devices: Sequence[jax.Device] = (),
     ):
         self.config = config
         self.options = options
@@ -130,52 +133,66 @@ class Engine(engine_api.Engine):
                 f"generation.length_buckets={self.buckets} end below the longest sequence, {options.max_length} tokens "
                 f"(data.max_prompt_tokens + the most new tokens); add a bucket of at least {options.max_length}"
             )
+        self.shapes = PrefillShapes(self.buckets, options.prefill_rows, options.prefill_tokens)
         self._tokenizer = tokenizer
         self._inserted = 0  # sequences that came through JetStream; each samples with a key of its own
-        self._mesh = sharding.make_mesh({"data": 1, "fsdp": 1, "tensor": 1}, [device or jax.devices()[0]])
-        graphdef = graph(config)
-        self._prefill = jax.jit(functools.partial(_prefill, graphdef))
-        self._insert = jax.jit(_insert, donate_argnames="state")
-        self._history = jax.jit(_history, static_argnames="length")
-        self._rebuild = jax.jit(_rebuild, donate_argnames="state")
-        self._deactivate = jax.jit(_deactivate, donate_argnames="state")
+        self._mesh = mesh = placement.make_mesh(config, options.tensor, tuple(devices) or jax.devices())
+        graphdef = graph(config, attention_kernels.kernels_for(config.kernels, mesh))
+        draw = _draw_batch_invariant if config.kernels == "batch_invariant" else _draw
+        everywhere, cache = placement.everywhere(mesh), placement.cache(mesh)
+        # Inputs are where these put their results, or numpy arrays, which every device gets.
+        self._shardings = state = _state_shardings(cache, everywhere)
+        self._prefill = jax.jit(functools.partial(_prefill, graphdef), out_shardings=cache)
+        self._insert = jax.jit(_insert, donate_argnames="state", out_shardings=state)
+        self._history = jax.jit(_history, static_argnames="length", out_shardings=everywhere)
+        self._rebuild = jax.jit(_rebuild, donate_argnames="state", out_shardings=state)
+        self._deactivate = jax.jit(_deactivate, donate_argnames="state", out_shardings=state)
         self._decode = jax.jit(
-            functools.partial(_decode, graphdef), static_argnames=("attended", "steps"), donate_argnames="state"
+            functools.partial(_decode, graphdef, mesh, draw),
+            static_argnames=("attended", "steps"),
+            donate_argnames="state",
+            out_shardings=(state, everywhere),
         )
 
     # For the scheduler.
 
     def bucket(self, length: int) -> int:
         """The smallest compiled length that holds `length` tokens."""
-        return next(b for b in self.buckets if b >= length)
+        return self.shapes.bucket(length)
+
+    @property
+    def tokenizer(self) -> Any:
+        """What turns its tokens into text; None where it was made without one."""
+        return self._tokenizer
 
     @property
     def places(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """Shape, dtype and device of its weights by name: what is already so, `load` takes without a copy."""
-        here = jax.sharding.SingleDeviceSharding(self._mesh.devices.flat[0])
+        """Shape, dtype and sharding of its weights by name: what is already so, `load` takes without a copy."""
         dtype = jnp.dtype(self.options.dtype)
-        shapes = param_shapes(self.config)
-        return {name: jax.ShapeDtypeStruct(s.shape, dtype, sharding=here) for name, s in shapes.items()}
+        shapes, where = param_shapes(self.config), placement.weights(self.config, self._mesh)
+        return {name: jax.ShapeDtypeStruct(s.shape, dtype, sharding=where[name]) for name, s in shapes.items()}
 
     def load(self, params: Mapping[str, np.ndarray | Array], version: int) -> Weights:
-        """Weights on this engine's device in its dtype; the old ones are untouched."""
-        device = self._mesh.devices.flat[0]
-        placed = {name: jax.device_put(array, device) for name, array in params.items()}
+        """Weights in their places (each device gets its part) in the engine's dtype; the old ones are untouched."""
+        where = placement.weights(self.config, self._mesh)
+        placed = {name: jax.device_put(array, where[name]) for name, array in params.items()}
         placed = {name: array.astype(self.options.dtype) for name, array in placed.items()}
-        return jax.block_until_ready(Weights(placed, jax.device_put(np.int32(version), device)))
+        counted = jax.device_put(np.int32(version), placement.everywhere(self._mesh))
+        return jax.block_until_ready(Weights(placed, counted))
 
     def admit(
         self, weights: Weights, state: DecodeState, rows: Sequence[np.ndarray], requests: Requests
     ) -> DecodeState:
-        """Prefills at most `prefill_rows` token rows and starts the slots that `requests.row` assigns to them."""
-        tokens_BL = np.zeros((self.options.prefill_rows, self.bucket(max(map(len, rows)))), np.int32)
+        """Prefills rows, at most `shapes.rows` of the longest's length, and starts the slots of `requests`."""
+        longest = max(map(len, rows))
+        tokens_BL = np.zeros((self.shapes.rows(longest), self.bucket(longest)), np.int32)
         for row, tokens in zip(tokens_BL, rows, strict=False):
             row[: len(tokens)] = tokens
         return self._insert(state, self._prefill(weights.params, tokens_BL), tokens_BL, requests)
 
     def recompute(self, weights: Weights, state: DecodeState, slots: Sequence[int], length: int) -> DecodeState:
-        """Rebuilds the cache of at most `prefill_rows` slots, each at most `length` tokens long, under `weights`."""
-        slots_B = np.full(self.options.prefill_rows, -1, np.int32)
+        """Rebuilds the cache of at most `shapes.rows(length)` slots, of at most `length` tokens, under `weights`."""
+        slots_B = np.full(self.shapes.rows(length), -1, np.int32)
         slots_B[: len(slots)] = slots
         row_of_slot_S = np.full(self.options.slots, -1, np.int32)
         row_of_slot_S[list(slots)] = np.arange(len(slots))
@@ -249,7 +266,7 @@ class Engine(engine_api.Engine):
         )
 
     def get_prefix_destination_sharding(self) -> Any:
-        return jax.sharding.NamedSharding(self._mesh, sharding.REPLICATED)
+        return placement.cache(self._mesh)
 
     def get_tokenizer(self) -> Any:
         return tokenizer_pb2.TokenizerParameters()
@@ -269,11 +286,13 @@ class Engine(engine_api.Engine):
             limit=jnp.zeros(S, jnp.int32),
             active=jnp.zeros(S, jnp.bool_),
             temperature=jnp.ones(S, jnp.float32),
+            truncation=sampling.no_truncation(S),
             stop_tokens=jnp.full((S, STOP_TOKENS), -1, jnp.int32),
+            min_length=jnp.zeros(S, jnp.int32),
             keys=jnp.zeros((S, 2), jnp.uint32),
         )
-        # Bound to the device, as what the programs return is: they would compile once more for arrays that are not.
-        return jax.device_put(state, self._mesh.devices.flat[0])
+        # In its place, as what the programs return is: they would compile once more for arrays that are not.
+        return jax.device_put(state, self._shardings)
 
     @property
     def max_concurrent_decodes(self) -> int:
@@ -305,11 +324,19 @@ def empty_requests(slots: int) -> Requests:
         prompt_length=np.zeros(slots, np.int32),
         limit=np.zeros(slots, np.int32),
         temperature=np.ones(slots, np.float32),
+        truncation=sampling.no_truncation(slots),
         stop_tokens=np.full((slots, STOP_TOKENS), -1, np.int32),
+        min_length=np.zeros(slots, np.int32),
         seed=np.zeros(slots, np.uint32),
         uid=np.zeros(slots, np.uint32),
         sample=np.zeros(slots, np.uint32),
     )
+
+
+def _state_shardings(cache: NamedSharding, everywhere: NamedSharding) -> DecodeState:
+    """A prefix tree for the shardings of a `DecodeState`."""
+    shardings: dict[str, Any] = {field.name: everywhere for field in dataclasses.fields(DecodeState)}
+    return DecodeState(**shardings | {"cache": cache})
 
 
 # The programs.
@@ -336,7 +363,9 @@ def _insert(
         limit=take(requests.limit, state.limit),
         active=state.active | new_S,
         temperature=take(requests.temperature, state.temperature),
+        truncation=jax.tree.map(take, requests.truncation, state.truncation),
         stop_tokens=take(requests.stop_tokens, state.stop_tokens),
+        min_length=take(requests.min_length, state.min_length),
         keys=take(sampling.request_keys(requests.seed, requests.uid, requests.sample), state.keys),
     )
 
@@ -353,8 +382,44 @@ def _deactivate(state: DecodeState, gone_S: Array) -> DecodeState:
     return dataclasses.replace(state, active=state.active & ~gone_S)
 
 
+def _draw(model: Transformer, state: DecodeState, logits_SV: Array) -> tuple[Array, Array]:
+    """The next token [S] of every slot and its log-probability [S], as its request asks for it."""
+    del model
+    early_S = state.active & (state.length < state.min_length)
+    logits_SV = sampling.without_tokens(logits_SV, state.stop_tokens, early_S)
+    least_S = sampling.least_logits(logits_SV, state.temperature, state.truncation, state.active)
+    return sampling.sample(logits_SV, least_S, state.keys, state.length, state.temperature)
+
+
+def _draw_batch_invariant(model: Transformer, state: DecodeState, logits_SV: Array) -> tuple[Array, Array]:
+    """As `_draw`, each slot by itself, and the log-probability by the very formula of the trainer."""
+    per_token = functools.partial(model.kernels.per_token, axes=1)
+
+    def kept(_: tuple[()], *rows: Any) -> Array:
+        logits_SV, stop_tokens_SE, early_S, temperature_S, active_S, *truncation = rows
+        logits_SV = sampling.without_tokens(logits_SV, stop_tokens_SE, early_S)
+        least_S = sampling.least_logits(logits_SV, temperature_S, sampling.Truncation(*truncation), active_S)
+        return jnp.where(logits_SV < least_S[:, None], -jnp.inf, logits_SV)
+
+    def draw(_: tuple[()], logits_SV: Array, *rows: Array) -> Array:
+        return sampling.sample(logits_SV, jnp.full(len(logits_SV), -jnp.inf), *rows)[0]
+
+    early_S, limits = state.active & (state.length < state.min_length), jax.tree.leaves(state.truncation)
+    logits_SV = per_token(kept, (), logits_SV, state.stop_tokens, early_S, state.temperature, state.active, *limits)
+    next_S = per_token(draw, (), logits_SV, state.keys, state.length, state.temperature)
+    temperature_S1 = jnp.where(state.temperature == 0, 1.0, state.temperature)[:, None]
+    return next_S, from_logits_of(model, logits_SV, next_S, temperature=temperature_S1)[0]
+
+
 def _decode(
-    graphdef: nnx.GraphDef, params: Params, state: DecodeState, *, attended: int, steps: int
+    graphdef: nnx.GraphDef,
+    mesh: Mesh,
+    draw: Callable[[Transformer, DecodeState, Array], tuple[Array, Array]],
+    params: Params,
+    state: DecodeState,
+    *,
+    attended: int,
+    steps: int,
 ) -> tuple[DecodeState, Decoded]:
     """Decodes until every slot has `steps` more tokens or is done."""
     model = bind(graphdef, params)
@@ -377,7 +442,8 @@ def _decode(
         fed_S = jnp.where(active_S, state.length - 1, C)  # outside the cache: writes nothing
         tokens_S = state.tokens[slots_S, jnp.minimum(fed_S, C - 1)]
         logits_SV, cache = decode.decode_step(model, tokens_S, fed_S, state.cache, attended=attended)
-        next_S, logprobs_S = sampling.sample(logits_SV, state.keys, state.length, state.temperature)
+        logits_SV = placement.gather_logits(logits_SV, mesh)
+        next_S, logprobs_S = draw(model, state, logits_SV)
         length_S = state.length + active_S
         done_S = jnp.any(next_S[:, None] == state.stop_tokens, axis=1) | (length_S >= state.limit)
         state = dataclasses.replace(

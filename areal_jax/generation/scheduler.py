@@ -5,27 +5,39 @@ request's callback, on the engine's thread.
 
 One turn of the loop:
     commands       consumes what other threads asked for; a weight swap happens here, between two dispatches
+    expire         ends the requests whose time is over
     admit          fills free slots from the waiting requests, evaluation first; one prefill for all samples of a prompt
     decode         dispatches up to `decode_steps` tokens for every slot
-    harvest        reads the dispatch before, while the device works on this one; frees slots, calls back
-Waits for commands only when no slot is active and nothing is admitted.
+    harvest        reads the dispatch before, while the device works on this one; looks for stop strings, drops what was
+                   made behind them, frees slots, calls back
+Waits for commands only when no slot is active and nothing is admitted. When more samples wait than slots are free, it
+reads the dispatch before first, so that a slot that ended is filled at this boundary and not one dispatch later; the
+callbacks still run beside the new dispatch.
+
+Memory of a swap: the new weights load beside the old ones, in the thread that brings them, so that two sets live until
+the swap, and one more for each further update that comes before it (a trainer's publisher waits, and brings none); or,
+without `double_buffer`, in their place: one set, and the server stands still while they load.
 """
 
 import collections
 import dataclasses
+import functools
 import queue
 import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import numpy as np
 
 from areal_jax import compilation
-from areal_jax.generation.engine import STOP_TOKENS, Decoded, Engine, Requests, Weights, empty_requests
+from areal_jax.generation import request_checks
+from areal_jax.generation.engine import Decoded, Engine, Requests, Weights, empty_requests
+from areal_jax.generation.stop_strings import StopStrings
 from areal_jax.models.transformer import param_shapes
+from areal_jax.telemetry import Progress, Telemetry
 from areal_jax.types import Busy, Chunk, GenerateRequest
 
 OnUpdate = Literal["recompute", "keep", "drain"]
@@ -33,6 +45,7 @@ OnUpdate = Literal["recompute", "keep", "drain"]
 
 OnChunks = Callable[[list[Chunk]], None]
 OnError = Callable[[Exception], None]
+Load = Callable[[], Weights]
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -44,7 +57,9 @@ class _Ticket:
     on_chunks: OnChunks
     on_error: OnError
     waiting: list[int]  # sample indices without a slot yet
+    asked: float  # on the scheduler's clock
     running: set[int] = dataclasses.field(default_factory=set)  # slots
+    made: int = 0  # tokens handed out
 
 
 @dataclasses.dataclass(slots=True)
@@ -53,6 +68,8 @@ class _Slot:
     sample: int
     length: int  # known tokens, without those of a dispatch that is not harvested
     limit: int
+    progress: Progress
+    stop_strings: StopStrings | None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -62,6 +79,43 @@ class _Dispatch:
     decoded: Decoded
     version: int
     slots: dict[int, _Slot]
+
+
+def _chunk(slot: _Slot, index: int, decoded: Decoded, version: int) -> Chunk:
+    """What a dispatch made for the sample in a slot, up to where it ends."""
+    tokens = np.asarray(decoded.tokens[index, : int(decoded.count[index])])
+    kept = slot.stop_strings.kept(tokens.tolist()) if slot.stop_strings else None
+    tokens = tokens[:kept]
+    if kept is not None or (not decoded.active[index] and tokens[-1] in slot.ticket.request.sampling.stop_tokens):
+        reason = "stop"
+    else:
+        reason = "" if decoded.active[index] else "length"
+    versions = np.full(len(tokens), version, np.int32)
+    return Chunk(slot.sample, tokens, np.asarray(decoded.logprobs[index, : len(tokens)]), versions, reason)
+
+
+def _no_more(sample: int) -> Chunk:
+    """The end of a sample that is stopped from outside."""
+    none = np.zeros(0, np.int32)
+    return Chunk(sample, none, np.zeros(0, np.float32), none, "stop")
+
+
+def _too_late(ticket: _Ticket) -> TimeoutError:
+    request, samples = ticket.request, len(ticket.request.samples)
+    running, waiting = len(ticket.running), len(ticket.waiting)
+    return TimeoutError(
+        f"prompt {request.uid} was not finished within timeout_s={request.timeout_s:g}: {samples - running - waiting} "
+        f"of {samples} samples are done, {running} run, {waiting} wait for a slot, {ticket.made} tokens are made; ask "
+        "for fewer tokens or allow more time"
+    )
+
+
+def _already(weights: Weights) -> Load:
+    return lambda: weights
+
+
+def _bytes(arrays: Any) -> int:
+    return sum(array.nbytes for array in jax.tree.leaves(arrays))
 
 
 class Scheduler:
@@ -74,6 +128,7 @@ class Scheduler:
         *,
         on_update: OnUpdate = "recompute",
         max_waiting: int = 4096,
+        double_buffer: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ):
         self._engine = engine
@@ -81,11 +136,19 @@ class Scheduler:
         self._version = int(weights.version)
         self._on_update = on_update
         self._max_waiting = max_waiting
+        self._double_buffer = double_buffer
         self._clock = clock
         self._state = engine.init_decode_state()
+        self.telemetry = Telemetry(
+            clock=clock,
+            slots=engine.options.slots,
+            cache_bytes=_bytes(self._state.cache),
+            weight_bytes=_bytes(weights.params),
+        )
         self._slots: dict[int, _Slot] = {}
         self._free = list(range(engine.options.slots))
         self._tickets: dict[int, _Ticket] = {}
+        self._deadlines: dict[int, float] = {}  # by ticket, on this clock; of those that have one
         self._waiting: tuple[collections.deque[_Ticket], ...] = (
             collections.deque(),
             collections.deque(),
@@ -116,20 +179,28 @@ class Scheduler:
         """Queues a request, returns its ticket. ValueError for one that can never run, Busy when too many wait.
 
         `on_chunks` is called on the engine's thread, at most once per dispatch, until every sample has a finish reason;
-        `on_error` instead, once, when the engine fails.
+        `on_error` instead, once, when the engine fails, or with a TimeoutError when the request's time is over.
         """
-        self._check(request)
+        try:
+            request_checks.check(request, self._engine)
+        except ValueError:
+            self.telemetry.refuse("invalid")
+            raise
         with self._lock:
             self._check_alive()
             if self._waiting_samples + len(request.samples) > self._max_waiting:
+                self.telemetry.refuse("busy")
                 raise Busy(
                     f"{self._waiting_samples} samples wait for a slot and generation.max_waiting={self._max_waiting}; "
                     "ask again later"
                 )
             self._waiting_samples += len(request.samples)
             self._next_ticket += 1
-            ticket = _Ticket(self._next_ticket, request, on_chunks, on_error, list(request.samples))
+            asked = self.telemetry.accept(len(request.prompt_tokens))
+            ticket = _Ticket(self._next_ticket, request, on_chunks, on_error, list(request.samples), asked)
             self._tickets[ticket.number] = ticket
+            if request.timeout_s:
+                self._deadlines[ticket.number] = asked + request.timeout_s
         self._commands.put(lambda: self._enqueue(ticket))
         return ticket.number
 
@@ -137,21 +208,32 @@ class Scheduler:
         """Forgets a request at the next boundary; an unknown or finished one is ignored."""
         self._commands.put(lambda: self._cancel(ticket))
 
+    def finish(self, ticket: int, sample: int) -> None:
+        """Ends a sample at the next boundary with finish_reason "stop"; an unknown or finished one is ignored.
+
+        Its last chunk has no tokens, and those that the device has already made beyond are never handed out.
+        """
+        self._commands.put(lambda: self._finish(ticket, sample))
+
     def update_weights(
         self, params: Mapping[str, np.ndarray | jax.Array], version: int, on_update: OnUpdate | None = None
     ) -> Future[float]:
-        """Loads new weights beside the old ones (in this thread) and swaps them in at the next dispatch boundary.
+        """Takes new weights at the next dispatch boundary; the future gives the seconds that decoding stood still.
 
-        The future gives the seconds that decoding stood still for it. Raises ValueError, and changes nothing, when
-        names or shapes differ or the version is not newer than the one held.
+        They load beside the old ones, in this thread; without `double_buffer` in their place, in the engine's, and
+        `params` must stay as they are until then. Raises ValueError, and changes nothing, when names, shapes or dtypes
+        differ or the version is not newer than the one held. All of that is known before an old array is freed: what
+        can still fail then is the placing itself, and it ends the server, which has no weights any more.
         """
         self._check_weights(params, version)
-        weights = self._engine.load(params, version)
+        load: Load = functools.partial(self._engine.load, params, version)
+        if self._double_buffer:
+            load = _already(load())
         future: Future[float] = Future()
         with self._lock:
             self._check_alive()
             self._updates.add(future)
-        self._commands.put(lambda: self._update(weights, version, on_update or self._on_update, future))
+        self._commands.put(lambda: self._update(load, version, on_update or self._on_update, future))
         return future
 
     def status(self) -> dict[str, float]:
@@ -175,16 +257,17 @@ class Scheduler:
             raise
 
     def _turn(self) -> None:
-        self._run_commands(wait=not self._slots and not self._admissible() and self._pending is None)
+        self._run_commands(wait=self._idle())
+        self._expire()
         if self._draining is not None and not self._slots:
             swap, self._draining = self._draining, None
             swap()
         began = self._clock()
+        made = self._collect() if self._admissible() and self._waiting_samples > len(self._free) else {}
         while self._free and self._admissible():
             self._admit()
-        dispatched = self._dispatch() if self._slots else None
-        if self._pending is not None:
-            self._harvest(self._pending)
+        dispatched = self._dispatch()
+        self._hand_out(made or self._collect())
         self._pending = dispatched
         if dispatched is not None:
             self._counts["busy_s"] += self._clock() - began
@@ -195,44 +278,59 @@ class Scheduler:
         while not self._commands.empty() and not self._stopped:
             self._commands.get()()
 
+    def _idle(self) -> bool:
+        return not (self._slots or self._admissible() or self._pending or self._draining)
+
     def _admissible(self) -> bool:
         return self._draining is None and any(self._waiting)
 
-    def _dispatch(self) -> _Dispatch:
-        ahead = self._engine.options.decode_steps * (1 if self._pending is None else 2)  # what may not be harvested yet
-        longest = max(min(slot.length + ahead, slot.limit) for slot in self._slots.values())
-        self._state, decoded = self._engine.decode(self._weights, self._state, longest)
+    def _dispatch(self) -> _Dispatch | None:
+        """Decodes at the cost of the longest slot that goes on; None when all reach their limits in the one before."""
+        steps = self._engine.options.decode_steps
+        before = {} if self._pending is None else self._pending.slots
+        reached = [
+            (slot.length + steps * (before.get(index) is slot), slot.limit) for index, slot in self._slots.items()
+        ]
+        goals = [min(length + steps, limit) for length, limit in reached if length < limit]
+        if not goals:
+            return None
+        self._state, decoded = self._engine.decode(self._weights, self._state, max(goals))
         return _Dispatch(decoded, self._version, dict(self._slots))
 
-    def _harvest(self, dispatch: _Dispatch) -> None:
-        """Hands out what a dispatch made and frees the slots that it finished."""
-        decoded = jax.device_get(dispatch.decoded)
+    def _collect(self) -> dict[int, list[Chunk]]:
+        """What the dispatch before made, by ticket, once it is done; frees the slots that ended in it."""
+        dispatch, self._pending = self._pending, None
         chunks: dict[int, list[Chunk]] = collections.defaultdict(list)
+        if dispatch is None:
+            return chunks
+        decoded = jax.device_get(dispatch.decoded)
+        going_on = []  # slots that end here and not on the device, by a stop string
         for index, slot in dispatch.slots.items():
-            count = int(decoded.count[index])
-            if count == 0 or self._slots.get(index) is not slot:  # ended before, or cancelled since
+            if decoded.count[index] == 0 or self._slots.get(index) is not slot:  # ended before, or cancelled since
                 continue
-            tokens = decoded.tokens[index, :count]
-            reason = (
-                ""
-                if decoded.active[index]
-                else "stop"
-                if tokens[-1] in slot.ticket.request.sampling.stop_tokens
-                else "length"
-            )
-            versions = np.full(count, dispatch.version, np.int32)
-            chunks[slot.ticket.number].append(
-                Chunk(slot.sample, tokens, decoded.logprobs[index, :count], versions, reason)
-            )
+            chunk = _chunk(slot, index, decoded, dispatch.version)
+            chunks[slot.ticket.number].append(chunk)
+            count = len(chunk.tokens)
             slot.length += count
+            slot.ticket.made += count
             self._counts["tokens"] += count
-            if reason:
+            self.telemetry.advance(slot.progress, count)
+            if chunk.finish_reason:
+                self.telemetry.finish(slot.progress, chunk.finish_reason)
                 self._release(index)
+                going_on += [index] if decoded.active[index] else []
+        if going_on:
+            self._state = self._engine.deactivate(self._state, going_on)
+        return chunks
+
+    def _hand_out(self, chunks: dict[int, list[Chunk]]) -> None:
+        """Calls back with what was made, and forgets the requests that are done."""
         for number, made in chunks.items():
             ticket = self._tickets[number]
             if not ticket.running and not ticket.waiting:
                 with self._lock:
                     del self._tickets[number]
+                    self._deadlines.pop(number, None)
             ticket.on_chunks(made)
 
     def _release(self, index: int) -> None:
@@ -243,12 +341,15 @@ class Scheduler:
         """Starts as many waiting samples as there are free slots and prefill rows."""
         requests = empty_requests(self._engine.options.slots)
         rows: list[np.ndarray] = []
-        while self._free and self._admissible() and len(rows) < self._engine.options.prefill_rows:
+        while self._free and self._admissible():
             lane = next(lane for lane in self._waiting if lane)
             ticket = lane[0]
             fresh = [s for s in ticket.waiting if s not in ticket.request.partial]
             samples = (fresh or ticket.waiting[:1])[: len(self._free)]  # a sample that goes on has a row of its own
-            rows.append(self._row(ticket.request, samples[0]))
+            row = self._row(ticket.request, samples[0])
+            if len(rows) >= self._engine.shapes.rows(max(map(len, [*rows, row]))):
+                break
+            rows.append(row)
             for sample in samples:
                 self._start(ticket, sample, len(rows) - 1, len(rows[-1]), requests)
             ticket.waiting = [s for s in ticket.waiting if s not in samples]
@@ -273,15 +374,26 @@ class Scheduler:
             "prompt_length": len(request.prompt_tokens),
             "limit": limit,
             "temperature": sampling.temperature,
+            "min_length": len(request.prompt_tokens) + sampling.min_new_tokens,
             "seed": sampling.seed % 2**32,
             "uid": request.uid % 2**32,
             "sample": sample,
         }
         for name, value in values.items():
             getattr(requests, name)[index] = value
+        requests.truncation.top_k[index] = min(sampling.top_k, self._engine.config.vocab_size)
+        requests.truncation.top_p[index], requests.truncation.min_p[index] = sampling.top_p, sampling.min_p
         requests.stop_tokens[index, : len(sampling.stop_tokens)] = sampling.stop_tokens
-        self._slots[index] = _Slot(ticket, sample, length, limit)
+        stop_strings = self._stop_strings(request, sample) if sampling.stop_strings else None
+        self._slots[index] = _Slot(ticket, sample, length, limit, Progress(ticket.asked), stop_strings)
         ticket.running.add(index)
+
+    def _stop_strings(self, request: GenerateRequest, sample: int) -> StopStrings:
+        sampling = request.sampling
+        found = StopStrings(sampling.stop_strings, self._engine.tokenizer.decode, ignored=sampling.min_new_tokens)
+        if sample in request.partial:
+            found.skip(request.partial[sample].tokens.tolist())
+        return found
 
     # Commands, on the engine's thread.
 
@@ -289,12 +401,54 @@ class Scheduler:
         self._waiting[0 if ticket.request.evaluation else 1].append(ticket)
         self._counts["requests"] += len(ticket.request.samples)
 
-    def _cancel(self, number: int) -> None:
+    def _finish(self, number: int, sample: int) -> None:
+        ticket = self._tickets.get(number)
+        if ticket is None:
+            return
+        index = next((index for index in ticket.running if self._slots[index].sample == sample), None)
+        if index is not None:
+            self._state = self._engine.deactivate(self._state, [index])
+            self.telemetry.finish(self._slots[index].progress, "stop")
+            self._release(index)
+        elif sample in ticket.waiting:
+            self.telemetry.end("stop")
+            self._leave_out(ticket, sample)
+        else:
+            return
+        self._hand_out({number: [_no_more(sample)]})
+
+    def _leave_out(self, ticket: _Ticket, sample: int) -> None:
+        """Takes a sample out of those that wait for a slot."""
+        ticket.waiting.remove(sample)
         with self._lock:
+            self._waiting_samples -= 1
+        if not ticket.waiting:
+            self._waiting[0 if ticket.request.evaluation else 1].remove(ticket)
+
+    def _expire(self) -> None:
+        """Ends the requests whose time is over."""
+        if not self._deadlines:
+            return
+        now = self._clock()
+        with self._lock:
+            late = [self._tickets[number] for number, deadline in self._deadlines.items() if deadline <= now]
+        for ticket in late:
+            error = _too_late(ticket)
+            self._drop(ticket.number, "deadline")
+            ticket.on_error(error)
+
+    def _cancel(self, number: int) -> None:
+        self._drop(number, "cancelled")
+
+    def _drop(self, number: int, reason: str) -> None:
+        """Forgets a request; `reason` is what its samples are counted under."""
+        with self._lock:
+            self._deadlines.pop(number, None)
             ticket = self._tickets.pop(number, None)
             if ticket is None:
                 return
             self._waiting_samples -= len(ticket.waiting)
+        self.telemetry.end(reason, len(ticket.waiting) + len(ticket.running))
         for lane in self._waiting:
             if ticket in lane:
                 lane.remove(ticket)
@@ -302,48 +456,63 @@ class Scheduler:
         for index in list(ticket.running):
             self._release(index)
 
-    def _update(self, weights: Weights, version: int, on_update: OnUpdate, future: Future[float]) -> None:
+    def _update(self, load: Load, version: int, on_update: OnUpdate, future: Future[float]) -> None:
         if on_update != "drain":
-            self._swap(weights, version, future, recompute=on_update == "recompute")
+            self._swap(load, version, future, recompute=on_update == "recompute")
             return
         earlier = self._draining
 
         def swap() -> None:
             if earlier is not None:
                 earlier()
-            self._swap(weights, version, future, recompute=False)
+            self._swap(load, version, future, recompute=False)
 
         self._draining = swap
 
-    def _swap(self, weights: Weights, version: int, future: Future[float], *, recompute: bool) -> None:
-        with self._lock:
-            self._updates.discard(future)
+    def _swap(self, load: Load, version: int, future: Future[float], *, recompute: bool) -> None:
         if version <= self._version:  # another update was faster
+            self._forget(future)
             future.set_exception(
                 ValueError(f"version {version} is not newer than version {self._version}, which is held")
             )
             return
-        if self._pending is not None:  # what the device still does under the old weights is no part of the stall
-            self._harvest(self._pending)
-            self._pending = None
+        self._hand_out(self._collect())  # what the device still does under the old weights is no part of the stall
         began = self._clock()
-        self._weights, self._version = weights, version
+        self._take(load, version)
         if recompute:
             self._recompute()
         stall = self._clock() - began
         self._counts["swaps"] += 1
         self._counts["swap_stall_s"] += stall
+        self.telemetry.swap_stall_s.add(stall)
+        self._forget(future)
         future.set_result(stall)
+
+    def _take(self, load: Load, version: int) -> None:
+        """Lets the old weights go, and only then loads the new ones. RuntimeError where that fails."""
+        del self._weights
+        try:
+            self._weights = load()
+        except Exception as error:
+            raise RuntimeError(
+                f"the weights of version {version} could not be placed on the device, and those of version "
+                f"{self._version} were freed before, as generation.double_buffer=False says; this server has no "
+                "weights any more and ends. Start it again, or set generation.double_buffer=True"
+            ) from error
+        self._version = version
+
+    def _forget(self, future: Future[float]) -> None:
+        with self._lock:
+            self._updates.discard(future)
 
     def _recompute(self) -> None:
         """Rebuilds the cache of every running slot, neighbours in length together so that little is padding."""
-        by_length = sorted(self._slots, key=lambda index: self._slots[index].length)
-        rows = self._engine.options.prefill_rows
-        for first in range(0, len(by_length), rows):
-            group = by_length[first : first + rows]
-            longest = self._slots[group[-1]].length
-            self._state = self._engine.recompute(self._weights, self._state, group, longest)
-            self._counts["recomputed_tokens"] += sum(self._slots[index].length for index in group)
+        running = list(self._slots)
+        lengths = [self._slots[index].length for index in running]
+        for group in self._engine.shapes.groups(lengths):
+            slots = [running[place] for place in group]
+            self._state = self._engine.recompute(self._weights, self._state, slots, lengths[group[0]])
+        self._counts["recomputed_tokens"] += sum(lengths)
         jax.block_until_ready(self._state.length)
 
     def _end(self) -> None:
@@ -356,6 +525,7 @@ class Scheduler:
             self.failure = error
             tickets, updates = list(self._tickets.values()), list(self._updates)
         for ticket in tickets:
+            self.telemetry.end("failed", len(ticket.waiting) + len(ticket.running))
             ticket.on_error(error)
         for update in updates:
             update.set_exception(RuntimeError(f"the new weights were not swapped in: {error!r}"))
@@ -366,29 +536,6 @@ class Scheduler:
         if self.failure is not None:
             raise RuntimeError("the generation engine has ended and serves no more requests") from self.failure
 
-    def _check(self, request: GenerateRequest) -> None:
-        sampling, options = request.sampling, self._engine.options
-        length = len(request.prompt_tokens) + sampling.max_new_tokens
-        if not len(request.prompt_tokens):
-            raise ValueError(f"prompt {request.uid} is empty; a prompt needs at least one token")
-        if sampling.max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens={sampling.max_new_tokens} must be at least 1")
-        if length > options.max_length:
-            raise ValueError(
-                f"prompt {request.uid} has {len(request.prompt_tokens)} tokens and "
-                f"max_new_tokens={sampling.max_new_tokens}"
-                f", together {length}; this server holds {options.max_length} per sequence: shorten one of them"
-            )
-        for sample, partial in request.partial.items():
-            if len(partial.tokens) >= sampling.max_new_tokens:
-                raise ValueError(
-                    f"sample {sample} of prompt {request.uid} already has its {sampling.max_new_tokens} tokens"
-                )
-        if sampling.temperature < 0:
-            raise ValueError(f"temperature={sampling.temperature} must be 0 (greedy) or positive")
-        if len(sampling.stop_tokens) > STOP_TOKENS:
-            raise ValueError(f"{len(sampling.stop_tokens)} stop tokens; a request may have {STOP_TOKENS}")
-
     def _check_weights(self, params: Mapping[str, np.ndarray | jax.Array], version: int) -> None:
         wanted = {name: shape.shape for name, shape in param_shapes(self._engine.config).items()}
         given = {name: tuple(array.shape) for name, array in params.items()}
@@ -398,6 +545,13 @@ class Scheduler:
             raise ValueError(
                 f"weights of version {version} do not fit this model in {len(differing)} tensors; {first}: "
                 f"given {given.get(first, 'nothing')}, needed {wanted.get(first, 'nothing')}"
+            )
+        dtype = np.dtype(self._engine.options.dtype)
+        differing = sorted(name for name, array in params.items() if np.dtype(array.dtype) != dtype)
+        if differing:
+            raise ValueError(
+                f"weights of version {version} are not {dtype} in {len(differing)} tensors; {differing[0]}: given "
+                f"{params[differing[0]].dtype}, needed {dtype}, which is generation.dtype: publish in it"
             )
         if version <= self._version:
             raise ValueError(f"version {version} is not newer than version {self._version}, which is held")

@@ -6,6 +6,8 @@ In: the words of a command line. Out: parsed flags, or exit status 2 with the re
 
 import contextlib
 import logging
+import pathlib
+import re
 import sys
 from collections.abc import Iterator, Sequence
 
@@ -14,6 +16,12 @@ from ml_collections import ConfigDict, config_flags
 
 from areal_jax import config as config_lib
 from areal_jax.rollout.workflow import RolloutFailed
+
+GIVE = {  # what a flag that must be set may be
+    "config": "configs/math.py or another file under configs/",
+    "checkpoint": "runs/NAME, the directory of a run",
+    "out": "DIR, a directory that does not exist yet",
+}
 
 
 def define_config() -> "flags.FlagHolder[ConfigDict]":
@@ -36,13 +44,16 @@ def log_plainly() -> None:
     logging.basicConfig(format=form, level=logging.INFO, stream=sys.stderr, force=True)  # instead of absl's handler
     for talkative in ("absl", "jax", "matplotlib", "httpx", "httpx2"):
         logging.getLogger(talkative).setLevel(logging.WARNING)
+    for library in ("huggingface_hub", "datasets"):  # they print by themselves, and would be heard twice
+        logging.getLogger(library).propagate = False
 
 
 @contextlib.contextmanager
 def plain_errors() -> Iterator[None]:
     """What the user can mend is told in a sentence; a traceback is for our own mistakes.
 
-    The exit status is 2 for a mistake in the config or its files, 1 for an evaluation that has no score.
+    The exit status is 2 for a mistake in the config or its files, 1 for an evaluation that has no score, 130 for Ctrl-C
+    before anything was begun.
     """
     try:
         yield
@@ -50,19 +61,46 @@ def plain_errors() -> Iterator[None]:
         logging.debug("", exc_info=True)
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
+    except KeyboardInterrupt:
+        print("stopped", file=sys.stderr)
+        sys.exit(130)
     except RolloutFailed as failure:
         print(f"error: the evaluation has no score: {failure}", file=sys.stderr)
         sys.exit(1)
 
 
 def parse_flags(argv: Sequence[str]) -> list[str]:
-    """absl's parser, with the nearest key named when an override names none that exists."""
+    """absl's parser; what it refuses is told in a sentence, and ends the process with status 2."""
+    file = _config_file(argv)
+    if file and not pathlib.Path(file).exists():
+        print(f"error: --config={file}: no such file", file=sys.stderr)
+        sys.exit(2)
     try:
         return flags.FLAGS(list(argv))
     except (AttributeError, KeyError, ValueError, TypeError, flags.Error, OSError) as error:
-        unknown = [key for key in _overridden(argv) if not config_lib.is_key(key)]
-        print(f"error: {config_lib.unknown_key(unknown[0]) if unknown else error}", file=sys.stderr)
+        print(f"error: {_mistake(argv, ' '.join(str(error).split()))}", file=sys.stderr)
         sys.exit(2)
+
+
+def _mistake(argv: Sequence[str], told: str) -> str:
+    """What is wrong with a command line of which absl or ml_collections has `told` something."""
+    unknown = [key for key in _overridden(argv) if not config_lib.is_key(key)]
+    if unknown:
+        return config_lib.unknown_key(unknown[0])
+    unset = re.match(r"flag --(\w+)=None: ", told)
+    if unset and unset[1] in GIVE:
+        return f"--{unset[1]} is not set; give --{unset[1]}={GIVE[unset[1]]}"
+    wrong = re.match(r"flag --config\.([\w.]+)=(.*?): ", told)
+    return (wrong and config_lib.wrong_text(wrong[1], wrong[2])) or told
+
+
+def _config_file(argv: Sequence[str]) -> str:
+    """The file that --config names, without the argument behind a colon; "" when it is not given."""
+    for word, following in zip(argv, [*argv[1:], ""], strict=True):
+        name, joined, value = word.partition("=")
+        if name in ("-config", "--config"):
+            return (value if joined else following).partition(":")[0]
+    return ""
 
 
 def _overridden(argv: Sequence[str]) -> list[str]:

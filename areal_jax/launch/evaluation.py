@@ -12,13 +12,18 @@ sample alone, the figures are those of an evaluation that was not stopped.
 """
 
 import asyncio
+import contextlib
 import dataclasses
 import json
 import logging
 import os
 import pathlib
+import signal
+import socket
 import sys
+import threading
 import time
+from collections.abc import Iterator
 from typing import Any
 
 from rich.console import Console
@@ -33,7 +38,7 @@ from areal_jax.launch.threads import LocalGenerate
 from areal_jax.metrics import JsonlWriter
 from areal_jax.rewards.final_answer import final_answer
 from areal_jax.rollout.controller import IN_FLIGHT_PER_SLOT
-from areal_jax.rollout.evaluation import Evaluation, Record, evaluate, plan
+from areal_jax.rollout.evaluation import Evaluation, Record, askable, evaluate, plan
 from areal_jax.rollout.workflow import RolloutFailed
 from areal_jax.tokenizer import Tokenizer
 
@@ -50,7 +55,7 @@ def run(config: Config, out: pathlib.Path) -> int:
         known = open_directory(out, config)
         records = JsonlWriter(out / "completions.jsonl")
         try:
-            with Progress(known, Console(stderr=True)) as progress:
+            with Progress(known, Console(stderr=True)) as progress, _answering_interrupts(progress):
                 evaluation, unanswered = _measure(config, known, records, progress)
         except RolloutFailed:
             os.replace(records.path, out / "failed.jsonl")  # no later start takes verdicts of a reward that was mended
@@ -104,7 +109,8 @@ def _measure(
     source = roles.load_prompts(config, "held_out", tokenizer)
     slots = config.generation.slots
     in_flight = min(IN_FLIGHT_PER_SLOT * slots, config.generation.max_waiting)
-    asked = plan(config, stop_tokens=tokenizer.eos_ids, in_flight=in_flight, per_request=slots)
+    planned = plan(config, stop_tokens=tokenizer.eos_ids, in_flight=in_flight, per_request=slots)
+    asked = askable(source, planned)  # before the engine compiles, in case that it is refused
 
     def keep(record: Record) -> None:
         records.write(record)
@@ -115,8 +121,8 @@ def _measure(
         try:
             evaluation = asyncio.run(
                 evaluate(
-                    source,
                     asked,
+                    planned,
                     generate=LocalGenerate(scheduler),
                     scorer=scorer,
                     tokenizer=tokenizer,
@@ -129,6 +135,34 @@ def _measure(
             return evaluation, dict(scorer.unanswered)
         finally:
             scheduler.stop()
+
+
+@contextlib.contextmanager
+def _answering_interrupts(progress: Progress) -> Iterator[None]:
+    """Within it Ctrl-C is answered at once; it still raises KeyboardInterrupt, or cancels what asyncio runs.
+
+    That may take long: Python comes to it only when the main thread is back from compiling, and the engine ends its
+    step first. The interpreter writes the number of a signal to the wake-up descriptor without waiting for a thread.
+    """
+    ours, theirs = socket.socketpair()
+    theirs.setblocking(False)  # set_wakeup_fd wants that
+
+    def answer() -> None:
+        while number := ours.recv(1):
+            if number[0] == signal.SIGINT:
+                progress.stopping()
+                return
+
+    thread = threading.Thread(target=answer, daemon=True)
+    previous = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
+    thread.start()
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(previous)
+        theirs.close()  # the thread ends
+        thread.join()
+        ours.close()
 
 
 def _alone(config: Config) -> Config:

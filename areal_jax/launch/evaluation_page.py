@@ -20,6 +20,7 @@ from areal_jax.launch.run_files import clock as in_minutes
 from areal_jax.rollout.evaluation import Record
 
 EVERY_S = 5.0  # between two plain lines
+FEWEST_FOR_ERROR = 10  # problems; a standard error of fewer says nothing
 
 
 class Progress:
@@ -73,15 +74,20 @@ class Progress:
             self._print(self.line())
 
     def told(self) -> str:
-        return f"{self._done} of {self._total or 'all'} problems judged"
+        return f"{self._done} of {_counted(self._total, 'problem') if self._total else 'all problems'} judged"
+
+    def stopping(self) -> None:
+        """Ctrl-C was pressed; may be called from another thread."""
+        self._print("stopping ...")
 
     def line(self) -> str:
         """`12 of 64 problems, 38.2 % right, 3,412 tokens/s, 0:10 elapsed, 0:43 left`."""
         elapsed = self._clock() - self._began
         fresh = self._done - self._before
         left = in_minutes(elapsed / fresh * (self._total - self._done)) if fresh else "–"
+        share = _percent(self._right / max(self._samples, 1))
         return (
-            f"{self._done} of {self._total} problems, {_percent(self._right / max(self._samples, 1))} right, "
+            f"{self._done} of {_counted(self._total, 'problem')}, {share} right, "
             f"{self._tokens / max(elapsed, 1e-9):,.0f} tokens/s, {in_minutes(elapsed)} elapsed, {left} left"
         )
 
@@ -111,20 +117,25 @@ def page(summary: Mapping[str, Any], title: str) -> RenderableType:
     )
 
 
+def _sampled(summary: Mapping[str, Any]) -> str:
+    top_p = f", top-p {summary['top_p']:g}" if summary["top_p"] < 1 else ""
+    top_k = f", top-k {summary['top_k']}" if summary["top_k"] else ""
+    return f"temperature {summary['temperature']:g}{top_p}{top_k}, at most {summary['max_new_tokens']} tokens"
+
+
 def _rows(summary: Mapping[str, Any]) -> Table:
     n = summary["samples"]
-    error = f" ± {_percent(summary['standard_error'])} (standard error)" if "standard_error" in summary else ""
     rows = {
         "model": summary["model"],
-        "data": f"{summary['data']}, {summary['prompts']} problems, {n} samples each",
-        "sampled": f"temperature {summary['temperature']:g}, at most {summary['max_new_tokens']} tokens",
-        f"avg@{n}": f"{_percent(summary['accuracy'])}{error}",
+        "data": f"{summary['data']}, {_counted(summary['prompts'], 'problem')}, {_counted(n, 'sample')} each",
+        "sampled": _sampled(summary),
+        f"avg@{n}": f"{_percent(summary['accuracy'])}{_error(summary)}",
         "tokens": _lengths(summary),
-        "of right": f"{summary['right']['count']} samples: {_lengths(summary['right'])}",
-        "of wrong": f"{summary['wrong']['count']} samples: {_lengths(summary['wrong'])}",
+        "of right": f"{_counted(summary['right']['count'], 'sample')}: {_lengths(summary['right'])}",
+        "of wrong": f"{_counted(summary['wrong']['count'], 'sample')}: {_lengths(summary['wrong'])}",
         "cut off": f"{_percent(summary['truncated'])}; without a final answer {_percent(summary['without_answer'])}",
         "unanswered": f"{_causes(summary['unanswered'])}, by verifiers that declare this to be wrong",
-        "too long": f"{summary['too_long']} problems left out {_some(summary['too_long_uids'])}",
+        "too long": f"{_counted(summary['too_long'], 'problem')} left out {_some(summary['too_long_uids'])}",
         "took": f"{in_minutes(summary['seconds'])}, {summary['tokens_per_second']:,.0f} tokens/s",
     }
     if not summary["unanswered"]:
@@ -133,6 +144,17 @@ def _rows(summary: Mapping[str, Any]) -> Table:
     for name, text in rows.items():
         table.add_row(Text(name, style="cyan"), Text(text))
     return table
+
+
+def _error(summary: Mapping[str, Any]) -> str:
+    if summary["prompts"] < FEWEST_FOR_ERROR:
+        return ""
+    return f" ± {_percent(summary['standard_error'])} (standard error)"
+
+
+def _counted(count: int, noun: str) -> str:
+    """`1 problem`, `2 problems`."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def _curves(summary: Mapping[str, Any]) -> Table:

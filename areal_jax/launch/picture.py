@@ -214,6 +214,8 @@ def _gap(axes: Axes, run: Run) -> None:
     gaps = {name: column(run.steps, f"logp_gap/{name}") for name in ("max", "p99", "p50")}
     if all(np.isnan(values).all() for values in gaps.values()):
         return _nothing(axes, "no token of the consuming version yet")
+    if not any((values > 0).any() for values in gaps.values()):
+        return _nothing(axes, "0 in every step: equal in every bit")
     version = column(run.steps, "version")
     for (name, values), colour in zip(gaps.items(), ["#c9c9c9", "#e0a458", "#8c5a1f"], strict=True):
         axes.plot(version, values, ".", markersize=4, color=colour, label={"max": "largest"}.get(name, name))

@@ -9,10 +9,17 @@ decides is estimated, and the report says so:
 
     activations    tokens of a microbatch * layers * b * (4 D + 3 (N + 2 K) H + 5 F)
     scores         tokens of a microbatch * layers * N * row length * (4 + b)
+    of long rows   rows * N * Q * row length * (12 + 2 b), of one layer at a time: see attention.LONGEST_WHOLE
+    prefill        rows * (keys and values of L tokens + N * min(L, Q) * L * (4 + b)), for the bucket L that needs
+                   most; rows are prefill_tokens // L, at least 1 and at most prefill_rows
 
-with b bytes of the forward pass's dtype, D model, N query heads, K key/value heads, H head size, F feed-forward. The
-factors were fitted to XLA's own `memory_analysis` on the CPU, float32; tests/launch/test_plan.py holds them to a
-factor of 1.5 there.
+with b bytes of the forward pass's dtype, D model, N query heads, K key/value heads, H head size, F feed-forward, and Q
+queries of a block (a row that is not long is one block). Scores are those of the plain form of attention: the kernels
+of an accelerator keep none. The factors were fitted to XLA's own `memory_analysis` on the CPU, float32;
+tests/launch/test_plan.py holds them to a factor of 1.5 there. A server's numbers are those of each of its devices.
+
+A generation server holds two sets of weights while it takes new ones, or one with `generation.double_buffer=False`,
+which stands still while the new ones load.
 """
 
 import functools
@@ -28,26 +35,33 @@ from jax.sharding import AbstractMesh, NamedSharding
 from areal_jax import hub
 from areal_jax.algorithms.packing import Layout, make_layout
 from areal_jax.config import Config
+from areal_jax.generation import placement
+from areal_jax.generation.buckets import PrefillShapes, default_buckets
 from areal_jax.launch import roles
-from areal_jax.models import decode, sharding, transformer
+from areal_jax.models import attention, decode, sharding, transformer
 from areal_jax.models.huggingface import load_config
 from areal_jax.models.transformer import TransformerConfig
 from areal_jax.trainer import state
 
 FLOAT32 = 4
-SLOT_STATE = 41  # bytes of a slot beside its tokens and cache: lengths, limit, stop tokens, key
+SLOT_STATE = 57  # bytes of a slot beside its tokens and cache: lengths, limits, truncation, stop tokens, key
 LOGIT_ARRAYS = 4  # float32 [tokens, vocabulary] that live at once: logits, scaled, probabilities, a gradient
 VERSIONS_ON_HOST = 3  # files of weights: the newest, the one before, and the one that is being written
+
+_SWAPS = {True: "new weights load beside the old", False: "new weights take the place of the old; it waits for them"}
 
 ESTIMATED = (
     "gradients of a microbatch",
     "weights as computed with",
     "activations",
-    "attention scores, by row length squared",
+    "attention scores",
     "logits of a chunk",
     "prefill",
     "logits",
 )
+
+
+ESTIMATES = "~ marks estimates; their formulas, and what is counted exactly, are in areal_jax/launch/plan.py"
 
 
 def find_model_config(config: Config) -> TransformerConfig | None:
@@ -59,29 +73,49 @@ def find_model_config(config: Config) -> TransformerConfig | None:
         return roles.model_config(config)
     if not config.model.shape:
         return None
-    return load_config(pathlib.Path(config.model.shape), vocab_multiple=max(1, config.trainer.mesh.tensor))
+    return load_config(pathlib.Path(config.model.shape), vocab_multiple=config.vocab_multiple)
 
 
 def report(config: Config, *, devices: int = 0) -> str:
     """The plan as text. `devices` is how many the trainer has; 0 = as many as its mesh needs, with data=-1 as 1."""
     model = find_model_config(config)
     if model is None:
-        return (
-            f"model {config.model.path}: not on this machine, so its parameters and memory are not known; set "
-            "model.shape to its config.json, or give model.path as a directory that has one"
-        )
+        return _unknown(config)
     mesh = abstract_mesh(config, devices)
     assumed = "; data=-1 taken as 1, --devices=N says how many" if not devices and -1 in _mesh_sizes(config) else ""
     axes = " x ".join(f"{axis}={mesh.shape[axis]}" for axis in sharding.AXES)
-    servers = len(config.generation.addresses)
     sections = [
         _count_text(config, model),
         _section(f"trainer, on each of {mesh.size} device(s) ({axes}{assumed})", trainer_bytes(config, model, mesh)),
-        _section(f"generation, on the device of each of {servers} server(s)", generator_bytes(config, model)),
+        _generation(config, model),
         _section("host", host_bytes(config, model)),
-        "~ marks estimates; their formulas, and what is counted exactly, are in areal_jax/launch/plan.py",
+        ESTIMATES,
     ]
     return "\n".join(sections)
+
+
+def serving_report(config: Config) -> str:
+    """The part of the plan that a generation server by itself needs."""
+    model = find_model_config(config)
+    if model is None:
+        return _unknown(config)
+    return "\n".join([_count_text(config, model), _generation(config, model), ESTIMATES])
+
+
+def _unknown(config: Config) -> str:
+    return (
+        f"model {config.model.path}: not on this machine, so its parameters and memory are not known; set "
+        "model.shape to its config.json, or give model.path as a directory that has one"
+    )
+
+
+def _generation(config: Config, model: TransformerConfig) -> str:
+    servers, tensor = len(config.generation.addresses), config.generation.tensor
+    places = "the device" if tensor == 1 else f"each of the {tensor} devices"
+    return _section(
+        f"generation, on {places} of each of {servers} server(s) ({_SWAPS[config.generation.double_buffer]})",
+        generator_bytes(config, model),
+    )
 
 
 def count(model: TransformerConfig) -> tuple[int, int]:
@@ -111,24 +145,36 @@ def trainer_bytes(config: Config, model: TransformerConfig, mesh: AbstractMesh) 
         "gradients of a microbatch": FLOAT32 * numbers,
         "weights as computed with": computed * numbers if computed != FLOAT32 else 0,
         "activations": activations,
-        "attention scores, by row length squared": scores,
+        "attention scores": scores,
         "logits of a chunk": logits // mesh.shape["tensor"],
     }
 
 
 def generator_bytes(config: Config, model: TransformerConfig) -> dict[str, int]:
-    """Bytes on the device of a generation server, by purpose."""
+    """Bytes on each device of a generation server, by purpose. ValueError when its devices cannot split the model."""
     settings, itemsize = config.generation, _itemsize(config.generation.dtype)
-    longest = max((*settings.length_buckets, config.cache_length))
-    weights = itemsize * count(model)[0]
-    cache = functools.partial(_cache_bytes, model, length=longest, dtype=settings.dtype)
-    scores = settings.prefill_rows * model.heads * longest**2 * (FLOAT32 + itemsize)
+    buckets = tuple(sorted(settings.length_buckets)) or default_buckets(config.cache_length)
+    longest = buckets[-1]
+    placement.check(model, settings.tensor)
+    mesh = AbstractMesh((1, 1, settings.tensor), sharding.AXES)
+    shapes_of = transformer.param_shapes(model).items()
+    weights = itemsize * sum(_shard_size(name, leaf, mesh) for name, leaf in shapes_of)
+
+    def cache(slots: int, *, length: int = longest) -> int:
+        return _cache_bytes(model, slots, length=length, dtype=settings.dtype) // settings.tensor
+
+    shapes = PrefillShapes(buckets, settings.prefill_rows, settings.prefill_tokens)
+
+    def prefill(length: int) -> int:
+        scores = model.heads // settings.tensor * attention.score_queries(length) * length * (FLOAT32 + itemsize)
+        return shapes.rows(length) * (cache(1, length=length) + scores)
+
     return {
         "weights": weights,
-        "weights of the next version": weights,
+        "weights of the next version": weights if settings.double_buffer else 0,
         "key/value cache": cache(settings.slots),
         "tokens and state of the slots": settings.slots * (4 * longest + SLOT_STATE),
-        "prefill": cache(settings.prefill_rows) + scores,
+        "prefill": max(map(prefill, buckets)),
         "logits": 2 * FLOAT32 * settings.slots * model.vocab_rows,
     }
 
@@ -169,6 +215,8 @@ def _activations(config: Config, model: TransformerConfig, mesh: AbstractMesh, l
     def of(rows: int, length: int) -> tuple[int, int]:
         tokens = rows // layout.shards * length * model.layers
         scores = tokens * length * model.heads // tensor * (FLOAT32 + itemsize)
+        if (block := attention.score_queries(length)) < length:
+            scores = rows // layout.shards * model.heads // tensor * block * length * (3 * FLOAT32 + 2 * itemsize)
         return round(tokens * itemsize * width), scores
 
     return max((of(*shape) for shape in layout.shapes), key=sum)

@@ -27,7 +27,8 @@ from areal_jax.launch.display import Display
 from areal_jax.launch.roles import PARENT
 
 POLL_S = 0.5  # between two looks at the children and at the run's files
-STOP_S = 30.0  # for a child to end after SIGTERM, a last checkpoint included
+STOP_S = 30.0  # for a child to end after SIGTERM
+TRAINER_STOP_S = 3600.0  # for the trainer, which ends its step first: minutes for a large model; then a last checkpoint
 ORPHANS_S = 40.0  # for the children of a killed run to end, which they do by themselves
 
 
@@ -37,24 +38,26 @@ class RunFailed(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Child:
-    """A part of the run in a process of its own, which prints into `log`."""
+    """A part of the run in a process of its own, which prints into `log`, from the byte `log_begin` on."""
 
     name: str
     process: subprocess.Popen[bytes]
     log: pathlib.Path
+    log_begin: int  # what is before it an earlier start of the run has printed
 
     def stop(self) -> None:
-        """SIGTERM, then SIGKILL when that is ignored."""
+        """SIGTERM, then SIGKILL when that is ignored for too long."""
         if self.process.poll() is None:
             self.process.terminate()
         try:
-            self.process.wait(STOP_S)
+            self.process.wait(TRAINER_STOP_S if self.name == "trainer" else STOP_S)
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
 
     def complaint(self) -> str:
-        lines = self.log.read_text(errors="replace").splitlines()
+        printed = self.log.read_bytes()[self.log_begin :]
+        lines = printed.decode(errors="replace").splitlines()
         errors = [line for line in lines if line.startswith("error: ")]
         text = errors[-1].removeprefix("error: ") if errors else "\n".join(lines[-15:])
         status = self.process.returncode
@@ -72,6 +75,12 @@ def run(config: Config, *, command: Sequence[str]) -> int:
         try:
             with Display(directory) as display:
                 _wait(children, interrupted, display)
+            if interrupted():
+                print(
+                    "stopping: the trainer ends its step and writes a checkpoint; Ctrl-C again stops at once, and goes "
+                    "back to the checkpoint before",
+                    flush=True,
+                )
         finally:
             for child in children:
                 child.stop()
@@ -94,6 +103,7 @@ def _start(name: str, config: Config, arguments: Sequence[str], held: int) -> Ch
     path = os.pathsep.join(filter(None, [str(package.parent), os.environ.get("PYTHONPATH")]))
     environment = {**os.environ, PARENT: str(os.getpid()), "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
     with log.open("ab") as output:
+        log_begin = output.tell()
         process = subprocess.Popen(
             [sys.executable, "-m", "areal_jax.main", saved, *arguments],
             stdin=subprocess.DEVNULL,
@@ -103,7 +113,7 @@ def _start(name: str, config: Config, arguments: Sequence[str], held: int) -> Ch
             pass_fds=[held],
             start_new_session=True,  # Ctrl-C reaches this process alone, which then stops the others in order
         )
-    return Child(name, process, log)
+    return Child(name, process, log, log_begin)
 
 
 def _wait(children: Sequence[Child], interrupted: Callable[[], bool], display: Display) -> None:

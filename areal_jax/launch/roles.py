@@ -10,6 +10,7 @@ is gone.
 """
 
 import asyncio
+import contextlib
 import dataclasses
 import functools
 import logging
@@ -18,10 +19,10 @@ import pathlib
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from areal_jax.config import Config
+from areal_jax.config import Config, is_hub_id
 from areal_jax.hub import model_directory
 from areal_jax.launch import run_files
 from areal_jax.metrics import JsonlWriter
@@ -171,15 +172,14 @@ def train(
 def model_config(config: Config) -> "TransformerConfig":
     """The model of `model.path` as every part of the run holds it: trainer and generators agree on its arrays.
 
-    The vocabulary is padded to what the trainer's tensor axis divides, and ids that the tokenizer does not define are
+    The vocabulary is padded to what the tensor axes of both divide, and ids that the tokenizer does not define are
     never sampled. Raises ValueError when the tokenizer has more ids than the model.
     """
     from areal_jax.models.huggingface import load_config
     from areal_jax.tokenizer import Tokenizer
 
     directory = model_directory(config.model.path)
-    # An axis of -1 (what the others leave) is only known on the trainer's devices: the mesh then says what must fit.
-    shape = load_config(directory, vocab_multiple=max(1, config.trainer.mesh.tensor))
+    shape = load_config(directory, vocab_multiple=config.vocab_multiple)
     if config.model.shape:
         check_shape(config, shape)
     ids = Tokenizer.load(directory).vocab_size
@@ -189,7 +189,25 @@ def model_config(config: Config) -> "TransformerConfig":
             f"{shape.vocab_size}: the model has no weights for the last ones. The files there belong to different "
             "models, or tokens were added without resizing the embedding"
         )
-    return dataclasses.replace(shape, live_vocab=ids)
+    _check_positions(config, shape)
+    kernels = "batch_invariant" if config.generation.batch_invariant else config.model.attention
+    return dataclasses.replace(shape, live_vocab=ids, kernels=kernels)
+
+
+def _check_positions(config: Config, shape: "TransformerConfig") -> None:
+    """Raises ValueError for sequences longer than the model was made for: beyond, it computes nonsense silently."""
+    longest = config.cache_length  # no sequence of the trainer is longer
+    if longest > shape.max_positions:
+        made_of = (
+            f"generation.max_length={longest}"
+            if config.generation.max_length
+            else f"data.max_prompt_tokens={config.data.max_prompt_tokens} and rollout.max_new_tokens="
+            f"{config.rollout.max_new_tokens}, or eval.max_new_tokens"
+        )
+        raise ValueError(
+            f"the longest sequence has {longest} tokens ({made_of}), and the model of "
+            f"model.path={config.model.path} is made for max_position_embeddings={shape.max_positions}; lower them"
+        )
 
 
 def check_shape(config: Config, shape: "TransformerConfig") -> None:
@@ -228,23 +246,54 @@ def _generator(config: Config, index: int, stop: threading.Event) -> None:
     from areal_jax.transport import servers
 
     compilation.enable_cache()
-    scheduler = make_scheduler(config)
-    _end_in_order(stop)
-    server = servers.serve_generation(
-        scheduler,
-        address=config.generation.addresses[index],
-        tokenizer=Tokenizer.load(model_directory(config.model.path)),
-        token=token(),
-        max_new_tokens=config.rollout.max_new_tokens,
-        temperature=config.rollout.temperature,
-        seed=config.run.seed,
-    )
-    log.info("generation server %d listens on %s", index, server.address)
+    with http_server(config, index) as open_http:
+        scheduler = make_scheduler(config)
+        _end_in_order(stop)
+        server = servers.serve_generation(
+            scheduler,
+            address=config.generation.addresses[index],
+            tokenizer=Tokenizer.load(model_directory(config.model.path)),
+            token=token(),
+            max_new_tokens=min(config.rollout.max_new_tokens, config.cache_length - 1),
+            temperature=config.rollout.temperature,
+            seed=config.run.seed,
+        )
+        log.info("generation server %d listens on %s", index, server.address)
+        open_http(scheduler)
+        try:
+            report_generation(scheduler, config.run_dir, index, stop)
+        finally:
+            server.stop()
+            scheduler.stop()
+
+
+@contextlib.contextmanager
+def http_server(config: Config, index: int) -> Iterator["Callable[[Scheduler], None]"]:
+    """A server of generation.http_addresses, if there are any, that says it is not ready; yields what opens it."""
+    if not config.generation.http_addresses:
+        yield lambda scheduler: None
+        return
+    from areal_jax.tokenizer import Tokenizer
+    from areal_jax.transport.http_server import HttpServer, Model
+
+    tokenizer = Tokenizer.load(model_directory(config.model.path))
+    model = Model(served_name(config.model.path), tokenizer, config.cache_length)
+    server = HttpServer(model, address=config.generation.http_addresses[index], token=token())
+    log.info("model %s is not ready yet on %s", model.name, server.url)
+
+    def open_http(scheduler: "Scheduler") -> None:
+        server.serve(scheduler)
+        log.info("model %s is served on %s/v1", model.name, server.url)
+
     try:
-        report_generation(scheduler, config.run_dir, index, stop)
+        yield open_http
     finally:
         server.stop()
-        scheduler.stop()
+
+
+def served_name(path: str) -> str:
+    """What HTTP clients call the model of `model.path`: its id on the hub, or the name of its directory."""
+    return path.partition("@")[0] if is_hub_id(path) else pathlib.Path(path).expanduser().resolve().name
 
 
 def make_scheduler(config: Config) -> "Scheduler":
@@ -261,15 +310,23 @@ def make_scheduler(config: Config) -> "Scheduler":
         max_length=config.cache_length,
         decode_steps=settings.decode_steps,
         prefill_rows=settings.prefill_rows,
+        prefill_tokens=settings.prefill_tokens,
         length_buckets=settings.length_buckets,
         dtype=settings.dtype,
         temperature=config.rollout.temperature,
         seed=config.run.seed,
+        tensor=settings.tensor,
     )
     engine = Engine(shape, options, tokenizer=Tokenizer.load(directory))
     weights = engine.load(read_params(directory, shape, engine.places), UNPUBLISHED)
     engine.warm_up(weights, lambda done, total: log.info("compiled %d of %d length buckets", done, total))
-    scheduler = Scheduler(engine, weights, on_update=settings.on_update, max_waiting=settings.max_waiting)
+    scheduler = Scheduler(
+        engine,
+        weights,
+        on_update=settings.on_update,
+        max_waiting=settings.max_waiting,
+        double_buffer=settings.double_buffer,
+    )
     scheduler.start()
     return scheduler
 

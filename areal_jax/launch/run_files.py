@@ -33,7 +33,8 @@ generation-N.jsonl  generation server N, about a line per second; interval_s, bu
                     swap_stall_s and recomputed_tokens are those of the interval
 evaluations/        all completions of each evaluation, VERSION-PHASE.jsonl: one line per problem, with its samples
 completions.jsonl   a few held-out prompts with their completions before and after training
-starts.jsonl        one line per start of this run: a run that was stopped goes on with the same command
+starts.jsonl        one line per start of this run: a run that was stopped goes on with the same command; "logs" has the
+                    bytes that each log held by then
 logs/ROLE.log       what each process printed
 checkpoints/        the newest states of the trainer and the queue; the same command continues from the last one
 tensorboard/        the numbers of metrics.jsonl for TensorBoard: tensorboard --logdir DIR/tensorboard
@@ -44,11 +45,21 @@ Times are seconds since 1970; a version is the number of training steps behind a
 
 
 def open_run(directory: pathlib.Path, command: Sequence[str]) -> None:
-    """Makes the directory, explains its files in a README.txt, and notes that the run starts (again) now."""
+    """Makes the directory, explains its files in a README.txt, and notes that the run starts (again) now.
+
+    Logs are appended to. Their sizes are noted too, so that what an earlier start printed is not told again.
+    """
     (directory / "logs").mkdir(parents=True, exist_ok=True)
     (directory / "README.txt").write_text(README)
+    sizes = {path.name: path.stat().st_size for path in sorted((directory / "logs").glob("*.log"))}
     with (directory / "starts.jsonl").open("a") as file:
-        file.write(json.dumps({"time": time.time(), "command": list(command)}) + "\n")
+        file.write(json.dumps({"time": time.time(), "command": list(command), "logs": sizes}) + "\n")
+
+
+def newest_checkpoint(directory: pathlib.Path) -> int | None:
+    """Version of the newest whole checkpoint of a run; one that is half written has another name."""
+    versions = [int(path.name) for path in (directory / "checkpoints").glob("*") if path.name.isdigit()]
+    return max(versions, default=None)
 
 
 def write_lines(path: pathlib.Path, lines: Sequence[Line]) -> None:
@@ -61,13 +72,16 @@ def write_lines(path: pathlib.Path, lines: Sequence[Line]) -> None:
 
 
 class Tail:
-    """The whole lines of a file, more of them at each `update`; read anew when the file has become shorter."""
+    """The whole lines of a file from the byte `begin` on, more of them at each `update`.
 
-    def __init__(self, path: pathlib.Path, parse: Callable[[str], Any] = json.loads) -> None:
+    Read anew, from its first byte, when the file has become shorter.
+    """
+
+    def __init__(self, path: pathlib.Path, parse: Callable[[str], Any] = json.loads, *, begin: int = 0) -> None:
         self.items: list[Any] = []
         self._path = path
         self._parse = parse
-        self._position = 0
+        self._position = begin
 
     def update(self) -> None:
         if not self._path.exists():
@@ -104,14 +118,16 @@ class Run:
         """Returns itself."""
         for path in self.directory.glob("generation-*.jsonl"):
             self._tail(path.name)
+        self._tail("starts.jsonl").update()
+        earlier = self.starts[-1].get("logs", {}) if self.starts else {}
         for path in self.directory.glob("logs/*.log"):
-            self._tail(f"logs/{path.name}", str)
+            self._tail(f"logs/{path.name}", str, begin=earlier.get(path.name, 0))
         for tail in self._tails.values():
             tail.update()
         return self
 
-    def _tail(self, name: str, parse: Callable[[str], Any] = json.loads) -> Tail:
-        return self._tails.setdefault(self.directory / name, Tail(self.directory / name, parse))
+    def _tail(self, name: str, parse: Callable[[str], Any] = json.loads, *, begin: int = 0) -> Tail:
+        return self._tails.setdefault(self.directory / name, Tail(self.directory / name, parse, begin=begin))
 
     @property
     def generators(self) -> dict[str, list[Line]]:
@@ -124,7 +140,7 @@ class Run:
 
     @property
     def logs(self) -> dict[str, list[str]]:
-        """Lines that each process printed, by role."""
+        """Lines that each process printed since the run's last start before it was first read, by role."""
         return {path.stem: tail.items for path, tail in sorted(self._tails.items()) if path.suffix == ".log"}
 
     @property

@@ -9,6 +9,7 @@ import itertools
 import json
 import os
 import pathlib
+import re
 import sys
 from typing import Any
 
@@ -22,6 +23,8 @@ from areal_jax.launch import run_files
 from areal_jax.launch.run_files import Line, Run, column, setting, total
 
 Summary = dict[str, Any]
+MARK = re.compile(r"<\|[^|]+\|>|<(?:start|end)_of_turn>")  # of chat templates
+LAST_TURN = re.compile(r"^user\n(?!.*^user\n)(.*?)(?=^(?:assistant|model)$|\Z)", re.MULTILINE | re.DOTALL)
 
 
 def write(directory: pathlib.Path | str) -> Summary:
@@ -185,7 +188,7 @@ def headline(summary: Summary) -> str:
     score, age = summary["held_out"], summary["staleness"]
     parts = [f"{summary['version']} of {summary['planned_steps']} steps in {run_files.clock(summary['wall_s'])}"]
     if score["curve"]:
-        parts.insert(0, f"held-out score {_percent(score['before'])} → {_percent(score['curve'][-1][1])}")
+        parts.insert(0, f"held-out score {_scores(score)}")
     parts.append(f"{_short(summary['trained_tokens'])} tokens trained")
     if age["mean"] is not None:
         parts.append(f"mean staleness {age['mean']:.1f}, at most {age['max']}")
@@ -213,9 +216,8 @@ def completion_pairs(lines: list[Line]) -> list[tuple[Line, Line]]:
 
 def _numbers(summary: Summary) -> Table:
     score, age, gap, idle_shares = (summary[name] for name in ("held_out", "staleness", "logp_gap", "idle"))
-    last = score["curve"][-1][1] if score["curve"] else None
     rows = {
-        "held-out score": f"{_percent(score['before'])} → [bold]{_percent(last)}[/]",
+        "held-out score": f"[bold]{_scores(score)}[/]",
         "steps": f"{summary['version']} of {summary['planned_steps']} in {run_files.clock(summary['wall_s'])}, "
         f"{summary['trained_tokens']:,} tokens trained",
         "staleness": f"mean {_number(age['mean'], '.2f')}, at most {_number(age['max'], 'd')}; "
@@ -234,13 +236,26 @@ def _numbers(summary: Summary) -> Table:
     return table
 
 
+def _scores(held_out: Summary) -> str:
+    """`37% → 99%`, or how it was before when it has not been measured since."""
+    if len(held_out["curve"]) < 2:
+        return f"{_percent(held_out['before'])}; not measured since"
+    return f"{_percent(held_out['before'])} → {_percent(held_out['curve'][-1][1])}"
+
+
 def _pair(before: Line, after: Line) -> Panel:
     table = Table.grid(padding=(0, 2))
     for name, line in [("before", before), ("after", after)]:
         mark = "[green]right[/]" if line["right"] else "[red]wrong[/]"
         table.add_row(f"[cyan]{name}[/]", mark, Text(_shorten(line["completion"])))
-    title = Text(_shorten(before["prompt"], 90) + f"   (answer {before['answer']})", style="bold")
+    title = Text(_shorten(_question(before["prompt"]), 120) + f"   (answer {before['answer']})", style="bold")
     return Panel(table, title=title, title_align="left", border_style="dim")
+
+
+def _question(prompt: str) -> str:
+    """What the user says last in a prompt with the marks of a chat template; any other prompt as it is."""
+    marked = MARK.search(prompt) and LAST_TURN.search(MARK.sub("\n", prompt))
+    return " ".join((marked[1] if marked else prompt).split())
 
 
 def _shorten(text: str, most: int = 400) -> str:

@@ -54,7 +54,15 @@ def run(config: Config, *, command: Sequence[str]) -> int:
 def _run_parts(config: Config, stop: threading.Event, display: Display) -> None:
     ending = threading.Event()  # of all parts: asked to, or one has failed
     loop.build(config, roles.model_config(config))  # what does not fit is told before all compiles
-    scheduler = roles.make_scheduler(config)
+    with roles.http_server(config, 0) as open_http:
+        scheduler = roles.make_scheduler(config)
+        open_http(scheduler)
+        _run_around(scheduler, config, stop, ending, display)
+
+
+def _run_around(
+    scheduler: Scheduler, config: Config, stop: threading.Event, ending: threading.Event, display: Display
+) -> None:
     queue = roles.make_queue(config)
 
     def send(params: Mapping[str, Any], version: int) -> dict[str, float]:

@@ -1,13 +1,119 @@
-"""Causal attention over packed rows, and over the cache of a decode step; plain forms for kernels to be tested against.
+"""Causal attention over packed rows, over prefilled rows, and over the cache of a decode step.
 
-Shapes: B rows, L tokens, S slots, C cached tokens, N query heads, K key/value heads, G = N / K queries per key,
-H head size.
-Scores and softmax are float32 whatever the inputs are.
+The plain forms here run everywhere and are what every kernel is tested against. A program is given the `Kernels` of its
+backend (attention_kernels.py); a shape that a kernel does not take is computed by the plain form, by the kernel's own
+rule, which is logged once. Called by the layers of the transformer; waits for nobody.
+
+A row of more than `LONGEST_WHOLE` tokens is computed `QUERY_BLOCK` queries at a time, forward and backward, so that
+memory grows with the row and not with its square.
+
+Shapes: B rows, L tokens, Q queries of a block, S slots, C cached tokens, N query heads, K key/value heads, G = N / K
+queries per key, H head size. Scores and softmax are float32 whatever the inputs are.
 """
+
+import dataclasses
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.sharding import Mesh, PartitionSpec
+
+from areal_jax.models.sharding import ROWS
+
+log = logging.getLogger(__name__)
+
+LONGEST_WHOLE = 2048  # tokens of a row whose scores may all exist at once
+QUERY_BLOCK = 512  # queries at a time in a longer row
+
+ROW_HEADS = PartitionSpec(*ROWS, None, "tensor", None)  # [B, L, N, H]: rows over data and fsdp, heads over tensor
+ONE_HEADS = PartitionSpec(*ROWS, "tensor", None)  # [S, N, H]
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """An attention kernel of some package, and the rule that says what it takes."""
+
+    name: str
+    refusal: Callable[[Array, Array], str]  # (query, key) -> why it does not take them; "" = it does
+    run: Callable[..., Array]
+
+
+def all_at_once(fn: Callable[..., Any], params: Any, *arrays: Array, axes: int) -> Any:
+    """fn(params, *arrays) for work on each token by itself; the first `axes` axes of the arrays are the tokens'."""
+    del axes
+    return fn(params, *arrays)
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernels:
+    """The kernels of a backend (None: there is only the plain form), and the mesh that splits rows and heads.
+
+    causal(query_BLNH, key_BLKH, value_BLKH)
+    packed(query_BLNH, key_BLKH, value_BLKH, segment_ids_BL), with gradients
+    decode(query_SNH, key_SCKH, value_SCKH, lengths_S), over the first `lengths` of each slot, at least one
+    """
+
+    causal: Kernel | None = None
+    packed: Kernel | None = None
+    decode: Kernel | None = None
+    mesh: Mesh | None = None
+    per_token: Callable[..., Any] = all_at_once  # not attention: how norms, projections, feed-forward and head run
+
+
+PLAIN = Kernels()
+
+
+def packed_attention(
+    query_BLNH: Array, key_BLKH: Array, value_BLKH: Array, segment_ids_BL: Array, kernels: Kernels = PLAIN
+) -> Array:
+    """Causal attention in which a token sees the earlier tokens of its own segment and itself.
+
+    Tokens of a segment are neighbours in order, so causality by place in the row is causality by position.
+    """
+    if (kernel := kernels.packed) is not None and _takes(kernel, query_BLNH, key_BLKH):
+        specs = (ROW_HEADS, ROW_HEADS, ROW_HEADS, ROWS)
+        return _on_each_device(kernel, kernels.mesh, specs)(query_BLNH, key_BLKH, value_BLKH, segment_ids_BL)
+    return _plain_packed(query_BLNH, key_BLKH, value_BLKH, segment_ids_BL)
+
+
+def causal_attention(query_BLNH: Array, key_BLKH: Array, value_BLKH: Array, kernels: Kernels = PLAIN) -> Array:
+    """Attention in which a token sees the earlier tokens of its row and itself. No gradient is asked for."""
+    if (kernel := kernels.causal) is not None and _takes(kernel, query_BLNH, key_BLKH):
+        return _on_each_device(kernel, kernels.mesh, (ROW_HEADS,) * 3)(query_BLNH, key_BLKH, value_BLKH)
+    one_segment_BL = jnp.ones(query_BLNH.shape[:2], jnp.int32)
+    return _plain_packed(query_BLNH, key_BLKH, value_BLKH, one_segment_BL)
+
+
+def decode_attention(
+    query_SNH: Array,
+    key_SCKH: Array,
+    value_SCKH: Array,
+    positions_S: Array,
+    *,
+    attended: int | None = None,
+    kernels: Kernels = PLAIN,
+) -> Array:
+    """One query per slot, at `positions_S`, over the cached tokens up to and including that position.
+
+    The first `attended` cached tokens, or all, must reach beyond every position that lies in the cache.
+    """
+    if (kernel := kernels.decode) is not None and _takes(kernel, query_SNH, key_SCKH):
+        # The whole cache, as it lies: a slice would be a copy, and the kernel stops at each slot's own length.
+        lengths_S = jnp.minimum(positions_S + 1, key_SCKH.shape[1])
+        specs = (ONE_HEADS, ROW_HEADS, ROW_HEADS, ROWS)
+        return _on_each_device(kernel, kernels.mesh, specs)(query_SNH, key_SCKH, value_SCKH, lengths_S)
+    key_SCKH, value_SCKH = key_SCKH[:, :attended], value_SCKH[:, :attended]
+    visible_S1C = (jnp.arange(key_SCKH.shape[1])[None] <= positions_S[:, None])[:, None]
+    return _attend(query_SNH[:, None], key_SCKH, value_SCKH, visible_S1C)[:, 0]
+
+
+def score_queries(length: int) -> int:
+    """How many queries of a row of `length` tokens have scores in memory at once, in the plain form."""
+    return length if length <= LONGEST_WHOLE else QUERY_BLOCK
 
 
 def _attend(query_BLNH: Array, key_BCKH: Array, value_BCKH: Array, visible_BLC: Array) -> Array:
@@ -22,18 +128,51 @@ def _attend(query_BLNH: Array, key_BCKH: Array, value_BCKH: Array, visible_BLC: 
     return out_BLKGH.reshape(B, L, N, H)
 
 
-def packed_attention(query_BLNH: Array, key_BLKH: Array, value_BLKH: Array, segment_ids_BL: Array) -> Array:
-    """Causal attention in which a token sees the earlier tokens of its own segment and itself.
-
-    Tokens of a segment are neighbours in order, so causality by place in the row is causality by position.
-    """
+def _plain_packed(query_BLNH: Array, key_BLKH: Array, value_BLKH: Array, segment_ids_BL: Array) -> Array:
     L = query_BLNH.shape[1]
+    if L > LONGEST_WHOLE:
+        return _in_blocks(query_BLNH, key_BLKH, value_BLKH, segment_ids_BL, block=QUERY_BLOCK)
     causal_LL = jnp.tril(jnp.ones((L, L), jnp.bool_))
     visible_BLL = (segment_ids_BL[:, :, None] == segment_ids_BL[:, None, :]) & causal_LL[None]
     return _attend(query_BLNH, key_BLKH, value_BLKH, visible_BLL)
 
 
-def decode_attention(query_SNH: Array, key_SCKH: Array, value_SCKH: Array, positions_S: Array) -> Array:
-    """One query per slot, at `positions_S`, over the cached tokens up to and including that position."""
-    visible_S1C = (jnp.arange(key_SCKH.shape[1])[None] <= positions_S[:, None])[:, None]
-    return _attend(query_SNH[:, None], key_SCKH, value_SCKH, visible_S1C)[:, 0]
+def _in_blocks(query_BLNH: Array, key_BLKH: Array, value_BLKH: Array, segment_ids_BL: Array, *, block: int) -> Array:
+    """Packed attention, `block` queries at a time; the backward pass computes the scores of a block once more."""
+    B, L, N, H = query_BLNH.shape
+    blocks = -(-L // block)
+
+    def split(x: Array) -> Array:  # [B, L, ...] -> [blocks, B, Q, ...]; queries beyond the row are cut off again
+        padded = jnp.pad(x, [(0, 0), (0, blocks * block - L), *[(0, 0)] * (x.ndim - 2)])
+        return jnp.moveaxis(padded.reshape(B, blocks, block, *x.shape[2:]), 1, 0)
+
+    @jax.checkpoint
+    def attend(of_block: tuple[Array, Array, Array]) -> Array:
+        query_BQNH, segment_ids_BQ, places_Q = of_block
+        same_BQL = segment_ids_BQ[:, :, None] == segment_ids_BL[:, None, :]
+        visible_BQL = same_BQL & (jnp.arange(L)[None] <= places_Q[:, None])
+        return _attend(query_BQNH, key_BLKH, value_BLKH, visible_BQL)
+
+    places = jnp.arange(blocks * block).reshape(blocks, block)
+    out = jax.lax.map(attend, (split(query_BLNH), split(segment_ids_BL), places))
+    return jnp.moveaxis(out, 0, 1).reshape(B, blocks * block, N, H)[:, :L]
+
+
+def _takes(kernel: Kernel, query: Array, key: Array) -> bool:
+    reason = kernel.refusal(query, key)
+    if reason:
+        _log_refusal(kernel.name, reason)
+    return not reason
+
+
+@functools.cache  # one line per kernel and reason, not one per layer and program
+def _log_refusal(name: str, reason: str) -> None:
+    log.warning("attention: the plain form instead of %s, as %s", name, reason)
+
+
+def _on_each_device(kernel: Kernel, mesh: Mesh | None, specs: tuple[PartitionSpec, ...]) -> Callable[..., Any]:
+    """The kernel on each device's own rows and heads: the partitioner cannot look into it."""
+    if mesh is None or mesh.size == 1:
+        return kernel.run
+    # check_vma off: a Pallas call does not say along which axes its results differ.
+    return jax.shard_map(kernel.run, mesh=mesh, in_specs=specs, out_specs=specs[0], check_vma=False)

@@ -41,10 +41,9 @@ def prefill(model: Transformer, tokens_BL: Array) -> tuple[LayerCache, ...]:
     Rows may be padded at the end: a token never sees a later one. There is no LM head here; the last token's logits
     come from the decode step that feeds it, so that there is one sampling path.
     """
-    rows = jnp.ones_like(tokens_BL)
 
     def attend(query: Array, key: Array, value: Array, cache: None) -> tuple[Array, LayerCache]:
-        return attention.packed_attention(query, key, value, rows), (key, value)
+        return attention.causal_attention(query, key, value, model.kernels), (key, value)
 
     positions_BL = jnp.broadcast_to(jnp.arange(tokens_BL.shape[1]), tokens_BL.shape)
     return model.forward(tokens_BL, positions_BL, attend, [None] * len(model.layers))[1]
@@ -78,7 +77,9 @@ def decode_step(
             cached.at[slots, positions_S].set(new[:, 0].astype(cached.dtype), mode="drop")
             for cached, new in zip(layer, (key, value), strict=True)
         )
-        mixed_SNH = attention.decode_attention(query[:, 0], keys[:, :attended], values[:, :attended], positions_S)
+        mixed_SNH = attention.decode_attention(
+            query[:, 0], keys, values, positions_S, attended=attended, kernels=model.kernels
+        )
         return mixed_SNH[:, None], (keys, values)
 
     hidden_S1D, layers = model.forward(tokens_S[:, None], positions_S[:, None], attend, cache.layers)

@@ -30,6 +30,17 @@ def from_logits(logits: Array, tokens: Array, *, temperature: float | Array) -> 
     return chosen - log_z, entropy
 
 
+def from_logits_of(
+    model: Transformer, logits: Array, tokens: Array, *, temperature: float | Array
+) -> tuple[Array, Array]:
+    """As `from_logits`, carried out as the model carries out what it does per token."""
+
+    def score(_: tuple[()], logits: Array, tokens: Array, temperature: float | Array) -> tuple[Array, Array]:
+        return from_logits(logits, tokens, temperature=temperature)
+
+    return model.kernels.per_token(score, (), logits, tokens, temperature, axes=tokens.ndim)
+
+
 def token_logprobs(
     model: Transformer, hidden_RLD: Array, tokens_RL: Array, *, temperature: float | Array, chunk: int
 ) -> tuple[Array, Array]:
@@ -44,7 +55,7 @@ def token_logprobs(
 
     @jax.checkpoint
     def one_chunk(hidden_RCD: Array, targets_RC: Array) -> tuple[Array, Array]:
-        return from_logits(model.logits(hidden_RCD), targets_RC, temperature=temperature)
+        return from_logits_of(model, model.logits(hidden_RCD), targets_RC, temperature=temperature)
 
     # Chunks run along the row, so that the rows stay where they are sharded.
     chunks = (

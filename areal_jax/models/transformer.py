@@ -30,6 +30,7 @@ from flax import nnx, traverse_util
 from jax import Array
 
 from areal_jax.models import attention
+from areal_jax.models.attention import PLAIN, Kernels
 
 Params = dict[str, Array]
 AnyArray = TypeVar("AnyArray", np.ndarray, Array)
@@ -65,6 +66,7 @@ class TransformerConfig:
     rope_original_positions: int = 0
     padded_vocab: int = 0  # rows in memory; 0 = vocab_size
     live_vocab: int = 0  # ids from here on get no probability; 0 = vocab_size
+    kernels: str = "auto"  # auto | plain | batch_invariant: see attention_kernels.kernels_for
 
     def __post_init__(self) -> None:
         if self.padded_vocab and self.padded_vocab < self.vocab_size:
@@ -146,7 +148,7 @@ def rotate(x_BLNH: Array, positions_BL: Array, frequencies_h: np.ndarray) -> Arr
 
 
 class Attention(nnx.Module):
-    """Grouped-query attention with rotary positions; the caller's `attend` mixes the tokens."""
+    """What grouped-query attention with rotary positions needs of each token; the caller's `attend` mixes them."""
 
     def __init__(self, config: TransformerConfig, rngs: nnx.Rngs):
         c = config
@@ -158,15 +160,15 @@ class Attention(nnx.Module):
         self.key_norm = RMSNorm(c.head_size, c.norm_eps) if c.qk_norm else None
         self.config = config  # a numpy array of frequencies here would make the graph unhashable
 
-    def __call__(self, x_BLD: Array, positions_BL: Array, attend: Attend, cache: Any) -> tuple[Array, Any]:
+    def heads(self, x_BLD: Array, positions_BL: Array) -> tuple[Array, Array, Array]:
+        """Queries [B, L, N, H], keys and values [B, L, K, H]."""
         query_BLNH, key_BLKH, value_BLKH = self.query(x_BLD), self.key(x_BLD), self.value(x_BLD)
         if self.query_norm is not None and self.key_norm is not None:
             query_BLNH, key_BLKH = self.query_norm(query_BLNH), self.key_norm(key_BLKH)
         frequencies_h = rope_frequencies(self.config)
         query_BLNH = rotate(query_BLNH, positions_BL, frequencies_h)
         key_BLKH = rotate(key_BLKH, positions_BL, frequencies_h)
-        mixed_BLNH, cache = attend(query_BLNH, key_BLKH, value_BLKH, cache)
-        return self.out(mixed_BLNH), cache
+        return query_BLNH, key_BLKH, value_BLKH
 
 
 class FeedForward(nnx.Module):
@@ -182,7 +184,7 @@ class FeedForward(nnx.Module):
 
 
 class Layer(nnx.Module):
-    """Pre-norm attention and feed-forward, each with a residual."""
+    """Pre-norm attention and feed-forward, each with a residual: what a token needs before and after it is mixed."""
 
     def __init__(self, config: TransformerConfig, rngs: nnx.Rngs):
         self.attention_norm = RMSNorm(config.d_model, config.norm_eps)
@@ -190,28 +192,32 @@ class Layer(nnx.Module):
         self.feed_forward_norm = RMSNorm(config.d_model, config.norm_eps)
         self.feed_forward = FeedForward(config, rngs)
 
-    def __call__(self, x_BLD: Array, positions_BL: Array, attend: Attend, cache: Any) -> tuple[Array, Any]:
-        mixed_BLD, cache = self.attention(self.attention_norm(x_BLD), positions_BL, attend, cache)
-        x_BLD = x_BLD + mixed_BLD
-        return x_BLD + self.feed_forward(self.feed_forward_norm(x_BLD)), cache
+    def before(self, x_BLD: Array, positions_BL: Array) -> tuple[Array, Array, Array]:
+        """Queries [B, L, N, H], keys and values [B, L, K, H]."""
+        return self.attention.heads(self.attention_norm(x_BLD), positions_BL)
+
+    def after(self, x_BLD: Array, mixed_BLNH: Array) -> Array:
+        x_BLD = x_BLD + self.attention.out(mixed_BLNH)
+        return x_BLD + self.feed_forward(self.feed_forward_norm(x_BLD))
 
 
 class Transformer(nnx.Module):
     """Token ids to hidden states (`__call__`, `forward`) and hidden states to logits (`logits`)."""
 
-    def __init__(self, config: TransformerConfig, rngs: nnx.Rngs):
+    def __init__(self, config: TransformerConfig, rngs: nnx.Rngs, kernels: Kernels = PLAIN):
         scale = config.d_model**-0.5
         self.embedding = nnx.Param(scale * jax.random.normal(rngs.params(), (config.vocab_rows, config.d_model)))
         self.layers = nnx.List([Layer(config, rngs) for _ in range(config.layers)])
         self.norm = RMSNorm(config.d_model, config.norm_eps)
         self.head = None if config.tied_embeddings else Projection([config.d_model], [config.vocab_rows], rngs)
         self.live_rows, self.vocab_rows = config.live_rows, config.vocab_rows
+        self.kernels = kernels
 
     def __call__(self, tokens_BL: Array, positions_BL: Array, segment_ids_BL: Array) -> Array:
         """Hidden states [B, L, D] of packed rows: causal within each segment, nothing across."""
 
         def attend(query: Array, key: Array, value: Array, cache: None) -> tuple[Array, None]:
-            return attention.packed_attention(query, key, value, segment_ids_BL), cache
+            return attention.packed_attention(query, key, value, segment_ids_BL, self.kernels), cache
 
         return self.forward(tokens_BL, positions_BL, attend, [None] * len(self.layers))[0]
 
@@ -219,16 +225,22 @@ class Transformer(nnx.Module):
         self, tokens_BL: Array, positions_BL: Array, attend: Attend, caches: Sequence[Any]
     ) -> tuple[Array, tuple[Any, ...]]:
         """Hidden states [B, L, D] under the caller's attention, and what it made of each layer's cache."""
+        per_token = functools.partial(self.kernels.per_token, axes=2)
         x_BLD = self.embedding[...][tokens_BL]
         new_caches = []
         for layer, cache in zip(self.layers, caches, strict=True):
-            x_BLD, cache = layer(x_BLD, positions_BL, attend, cache)
+            query_BLNH, key_BLKH, value_BLKH = per_token(Layer.before, layer, x_BLD, positions_BL)
+            mixed_BLNH, cache = attend(query_BLNH, key_BLKH, value_BLKH, cache)
+            x_BLD = per_token(Layer.after, layer, x_BLD, mixed_BLNH)
             new_caches.append(cache)
-        return self.norm(x_BLD), tuple(new_caches)
+        return per_token(RMSNorm.__call__, self.norm, x_BLD), tuple(new_caches)
 
     def logits(self, hidden: Array) -> Array:
         """Float32 logits [..., V] of hidden states [..., D]; V = rows in memory, ids not live: finfo.min."""
         kernel_DV = self.embedding[...].T if self.head is None else self.head.kernel[...]
+        return self.kernels.per_token(self._logits, kernel_DV, hidden, axes=hidden.ndim - 1)
+
+    def _logits(self, kernel_DV: Array, hidden: Array) -> Array:
         logits = jnp.matmul(hidden, kernel_DV, preferred_element_type=jnp.float32)
         if self.live_rows == self.vocab_rows:
             return logits
@@ -236,9 +248,9 @@ class Transformer(nnx.Module):
         return jnp.where(ids < self.live_rows, logits, jnp.finfo(jnp.float32).min)
 
 
-def graph(config: TransformerConfig) -> nnx.GraphDef:
-    """The model without its arrays: hashable, the same for equal configs."""
-    return nnx.split(_abstract(config), nnx.Param)[0]
+def graph(config: TransformerConfig, kernels: Kernels = PLAIN) -> nnx.GraphDef:
+    """The model without its arrays: hashable, the same for equal configs and kernels."""
+    return nnx.split(_abstract(config, kernels), nnx.Param)[0]
 
 
 def param_shapes(config: TransformerConfig) -> dict[str, jax.ShapeDtypeStruct]:
@@ -279,8 +291,8 @@ def strip_rows(name: str, array: AnyArray, config: TransformerConfig) -> AnyArra
 
 
 @functools.cache
-def _abstract(config: TransformerConfig) -> Transformer:
-    return nnx.eval_shape(lambda: Transformer(config, nnx.Rngs(params=0)))
+def _abstract(config: TransformerConfig, kernels: Kernels = PLAIN) -> Transformer:
+    return nnx.eval_shape(lambda: Transformer(config, nnx.Rngs(params=0), kernels))
 
 
 def _flatten(nested: Mapping[Any, Any]) -> dict[str, Any]:

@@ -32,7 +32,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from areal_jax.algorithms.loss import Sums, decoupled_ppo_loss, supervised_loss
 from areal_jax.algorithms.packing import empty_batch, loss_tokens
 from areal_jax.config import TrainerConfig
-from areal_jax.models import logprobs, sharding, transformer
+from areal_jax.models import attention_kernels, logprobs, sharding, transformer
 from areal_jax.models.transformer import Params, TransformerConfig
 from areal_jax.trainer.state import (
     TrainState,
@@ -96,7 +96,8 @@ class Programs:
         self.rows_sharding = rows = NamedSharding(mesh, sharding.ROWS)
         state = shardings_of(self.abstract)
         everywhere = NamedSharding(mesh, sharding.REPLICATED)
-        forward = _make_forward(transformer.graph(model_config), rows, compute_dtype, logprob_chunk)
+        graph = transformer.graph(model_config, attention_kernels.kernels_for(model_config.kernels, mesh))
+        forward = _make_forward(graph, rows, compute_dtype, logprob_chunk)
         self.zeros = jax.jit(_make_zeros(self.abstract.params), out_shardings=state.params)
         self.accumulate = jax.jit(
             _make_accumulate(forward, objective),

@@ -35,32 +35,44 @@ class Samples(_message.Message):
     def __init__(self, sample: _Optional[_Iterable[int]] = ..., length: _Optional[_Iterable[int]] = ..., finish_reason: _Optional[_Iterable[str]] = ..., tokens: _Optional[bytes] = ..., logprobs: _Optional[bytes] = ..., versions: _Optional[bytes] = ...) -> None: ...
 
 class Sampling(_message.Message):
-    __slots__ = ("max_new_tokens", "temperature", "seed", "stop_tokens")
+    __slots__ = ("max_new_tokens", "temperature", "seed", "stop_tokens", "top_k", "top_p", "min_p", "min_new_tokens", "stop_strings")
     MAX_NEW_TOKENS_FIELD_NUMBER: _ClassVar[int]
     TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
     SEED_FIELD_NUMBER: _ClassVar[int]
     STOP_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TOP_K_FIELD_NUMBER: _ClassVar[int]
+    TOP_P_FIELD_NUMBER: _ClassVar[int]
+    MIN_P_FIELD_NUMBER: _ClassVar[int]
+    MIN_NEW_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    STOP_STRINGS_FIELD_NUMBER: _ClassVar[int]
     max_new_tokens: int
     temperature: float
     seed: int
     stop_tokens: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, max_new_tokens: _Optional[int] = ..., temperature: _Optional[float] = ..., seed: _Optional[int] = ..., stop_tokens: _Optional[_Iterable[int]] = ...) -> None: ...
+    top_k: int
+    top_p: float
+    min_p: float
+    min_new_tokens: int
+    stop_strings: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, max_new_tokens: _Optional[int] = ..., temperature: _Optional[float] = ..., seed: _Optional[int] = ..., stop_tokens: _Optional[_Iterable[int]] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., min_new_tokens: _Optional[int] = ..., stop_strings: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("uid", "prompt_tokens", "samples", "sampling", "evaluation", "partial")
+    __slots__ = ("uid", "prompt_tokens", "samples", "sampling", "evaluation", "partial", "timeout_s")
     UID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     SAMPLES_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     EVALUATION_FIELD_NUMBER: _ClassVar[int]
     PARTIAL_FIELD_NUMBER: _ClassVar[int]
+    TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
     uid: int
     prompt_tokens: bytes
     samples: _containers.RepeatedScalarFieldContainer[int]
     sampling: Sampling
     evaluation: bool
     partial: Samples
-    def __init__(self, uid: _Optional[int] = ..., prompt_tokens: _Optional[bytes] = ..., samples: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., evaluation: bool = ..., partial: _Optional[_Union[Samples, _Mapping]] = ...) -> None: ...
+    timeout_s: float
+    def __init__(self, uid: _Optional[int] = ..., prompt_tokens: _Optional[bytes] = ..., samples: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., evaluation: bool = ..., partial: _Optional[_Union[Samples, _Mapping]] = ..., timeout_s: _Optional[float] = ...) -> None: ...
 
 class UpdateWeightsRequest(_message.Message):
     __slots__ = ("version", "checksum", "path", "source", "on_update")

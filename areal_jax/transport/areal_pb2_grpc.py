@@ -58,7 +58,8 @@ class GenerationServicer(object):
 
     def Generate(self, request, context):
         """Tokens as they are made, those of all samples of one decode boundary in one message. Ends when every sample has a
-        finish reason. INVALID_ARGUMENT: it can never run. RESOURCE_EXHAUSTED: busy. UNAVAILABLE: the engine has failed.
+        finish reason. INVALID_ARGUMENT: it can never run. RESOURCE_EXHAUSTED: busy. DEADLINE_EXCEEDED: not finished within
+        timeout_s. UNAVAILABLE: the engine has failed.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -109,7 +109,7 @@ class GenerationPool:
             try:
                 await self._within_version(server, parts, unfinished)
                 async for chunks in self._stream(server, request, parts, unfinished):
-                    if any(chunk.versions[0] == UNPUBLISHED for chunk in chunks):
+                    if any((chunk.versions[:1] == UNPUBLISHED).any() for chunk in chunks):
                         raise Unpublished(f"generation server {server.address} has no weights from the trainer yet")
                     for chunk in chunks:
                         parts[chunk.sample].append(chunk)

@@ -71,11 +71,17 @@ def encode_request(request: GenerateRequest) -> pb.GenerateRequest:
             temperature=sampling.temperature,
             seed=sampling.seed,
             stop_tokens=sampling.stop_tokens,
+            top_k=sampling.top_k,
+            top_p=sampling.top_p,
+            min_p=sampling.min_p,
+            min_new_tokens=sampling.min_new_tokens,
+            stop_strings=sampling.stop_strings,
         ),
         evaluation=request.evaluation,
         partial=encode_samples(
             [Chunk(i, c.tokens, c.logprobs, c.versions, c.finish_reason) for i, c in request.partial.items()]
         ),
+        timeout_s=request.timeout_s,
     )
 
 
@@ -90,12 +96,18 @@ def decode_request(message: pb.GenerateRequest) -> GenerateRequest:
             temperature=sampling.temperature,
             seed=sampling.seed,
             stop_tokens=tuple(sampling.stop_tokens),
+            top_k=sampling.top_k,
+            top_p=sampling.top_p if sampling.HasField("top_p") else 1.0,
+            min_p=sampling.min_p,
+            min_new_tokens=sampling.min_new_tokens,
+            stop_strings=tuple(sampling.stop_strings),
         ),
         evaluation=message.evaluation,
         partial={
             c.sample: Completion(c.tokens, c.logprobs, c.versions, c.finish_reason)
             for c in decode_samples(message.partial)
         },
+        timeout_s=message.timeout_s,
     )
 
 

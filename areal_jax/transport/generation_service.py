@@ -44,7 +44,8 @@ class Scheduler(Protocol):
 async def stream_chunks(scheduler: Scheduler, request: GenerateRequest) -> AsyncGenerator[list[Chunk], None]:
     """Submits a request and yields its chunks as they come; what came while the reader was busy comes together.
 
-    Raises what `submit` raises, and RuntimeError when the engine fails. Leaving early cancels the request.
+    Raises what `submit` raises, TimeoutError when the request's time is over, and RuntimeError when the engine fails.
+    Leaving early cancels the request.
     """
     loop = asyncio.get_running_loop()
     arrived: asyncio.Queue[list[Chunk] | Exception] = asyncio.Queue()
@@ -62,6 +63,8 @@ async def stream_chunks(scheduler: Scheduler, request: GenerateRequest) -> Async
                 items.append(arrived.get_nowait())
             chunks: list[Chunk] = []
             for item in items:
+                if isinstance(item, TimeoutError):
+                    raise item
                 if isinstance(item, Exception):
                     raise RuntimeError(f"the generation engine failed: {item!r}") from item
                 chunks += item
@@ -90,6 +93,8 @@ async def answering(context: Any) -> AsyncIterator[None]:
         await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
     except ValueError as error:
         await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+    except TimeoutError as error:
+        await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, str(error))
     except RuntimeError as error:
         await context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
 
@@ -109,7 +114,10 @@ class GenerationServicer(pb_grpc.GenerationServicer):
                     await context.write(codec.encode_samples(chunks))
 
     async def UpdateWeights(self, request: pb.UpdateWeightsRequest, context: Any) -> pb.UpdateWeightsReply:
-        """Reading and loading run in a thread, beside decoding; only the swap itself stops that."""
+        """Reading, checking and loading run in a thread, beside decoding; only the swap itself stops that.
+
+        Without `generation.double_buffer` loading is a part of the swap.
+        """
         try:
             swapped = await asyncio.to_thread(self._load, request)
             # Shielded: a caller that gives up must not cancel a future that the engine is about to fulfil.

@@ -56,7 +56,7 @@ def serve_generation(
 
     Raises ValueError for an address that is not "host:port" or that needs a token, OSError for a port in use.
     """
-    _check_address(address, token)
+    check_address(address, token)
     decode = DecodeServicer(scheduler, tokenizer, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed)
     started: futures.Future[tuple[int, Callable[[], object]]] = futures.Future()
 
@@ -91,7 +91,7 @@ def serve_generation(
 
 def serve_trainer(queue: TrajectoryQueue, *, address: str, token: str = "", weights_directory: str = "") -> Server:
     """Serves a trajectory queue, and the weight files of a directory. Raises as `serve_generation` does."""
-    _check_address(address, token)
+    check_address(address, token)
     threads = futures.ThreadPoolExecutor(TRAINER_THREADS, thread_name_prefix="trainer-server")
     server = grpc.server(threads, options=OPTIONS, interceptors=[_TokenCheck(token)] if token else [])
     pb_grpc.add_TrainerServicer_to_server(TrainerServicer(queue, weights_directory), server)
@@ -115,13 +115,14 @@ def _listen(server: Any, address: str) -> int:
         ) from error
 
 
-def _check_address(address: str, token: str) -> None:
+def check_address(address: str, token: str) -> None:
+    """Raises ValueError for an address that is not "host:port" or that needs a token."""
     host, colon, port = address.rpartition(":")
     if not (host and colon and port.isdigit() and int(port) < 2**16):
         raise ValueError(f'address="{address}" must be "host:port" with a port of 0 (any free one) to 65535')
     if not token and not _is_loopback(host.strip("[]")):
         raise ValueError(
-            f"address={address} can be reached from other machines and no token is set, so anyone could load weights; "
+            f"address={address} can be reached from other machines and no token is set, so anyone could use it; "
             "set the same AREAL_JAX_TOKEN in the environment of every process of the run, or listen on 127.0.0.1"
         )
 

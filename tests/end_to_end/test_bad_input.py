@@ -31,7 +31,7 @@ def fails(tmp_path, settings, *, within_s):
     ("settings", "texts"),
     [
         ({"trainer.stepz": 3}, ["config.trainer.stepz does not exist", "config.trainer.steps"]),
-        ({"trainer.steps": "many"}, ["many"]),
+        ({"trainer.steps": "many"}, ["config.trainer.steps=many must be a whole number"]),
         ({"trainer.steps": 0}, ["config.trainer.steps=0 must be at least 1"]),
         ({"rollout.max_staleness": -1}, ["config.rollout.max_staleness=-1 must be at least 0"]),
         ({"model.path": "/nowhere/model"}, ["config.model.path=/nowhere/model", "no such directory"]),
@@ -47,6 +47,21 @@ def test_a_config_that_cannot_be_is_refused_before_anything_starts(tmp_path, set
     assert error.count("\n") == 1
     assert all(text in error for text in texts), error
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("module", "words", "text"),
+    [
+        ("main", [], "--config is not set; give --config=configs/math.py or another file under configs/"),
+        ("main", ["--config=configs/nope.py"], "--config=configs/nope.py: no such file"),
+        ("evaluate", ["--config", "configs/nope.py"], "--config=configs/nope.py: no such file"),
+        ("export", ["--checkpoint=runs/math"], "--out is not set; give --out=DIR, a directory that does not exist yet"),
+        ("export", ["--outt=x"], "Unknown command line flag 'outt'. Did you mean: out ?"),
+    ],
+)
+def test_a_command_line_that_lacks_something_is_told_in_a_sentence(module, words, text):
+    status, _, err = job.end(job.start_command(words, f"areal_jax.{module}"), 60)
+    assert (status, err) == (2, f"error: {text}\n")
 
 
 @pytest.mark.parametrize("key", ["trainer.address", "generation.addresses"])

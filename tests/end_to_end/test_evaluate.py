@@ -142,6 +142,7 @@ def test_ctrl_c_keeps_what_was_judged_and_the_same_command_goes_on(finished, tmp
     job.wait_until(lambda: len(job.lines(out, "completions")) >= 3, 60, "three problems")
     process.send_signal(signal.SIGINT)
     status, _, err = job.end(process)
+    assert err.index("stopping ...") < err.index("stopped: ")
     kept = job.lines(out, "completions")
     assert status == 130
     assert f"stopped: {len(kept)} of {PROMPTS} problems judged; the same command goes on" in err
@@ -194,7 +195,7 @@ def test_all_problems_of_a_file_are_asked(finished, tmp_path):
         ({"eval.temperature": 0.0}, "config.eval.temperature=0 takes the most likely token"),
         ({"eval.max_new_tokens": 57}, "config.generation.length_buckets=(112,) end below the longest sequence, 113"),
         ({"eval.data": ""}, "config.eval.data is not set"),
-        ({"data.max_prompt_tokens": 1}, "data.max_prompt_tokens=1 leaves out all 12 held-out prompts"),
+        ({"data.max_prompt_tokens": 1}, "data.max_prompt_tokens=1 leaves out all 12 held-out prompts; their lengths"),
         ({"eval.sample": 3}, "config.eval.sample does not exist; the nearest key is config.eval.samples"),
     ],
 )
@@ -203,6 +204,7 @@ def test_a_mistake_is_told_in_a_sentence(tmp_path, settings, text):
     assert status == 2
     assert f"error: {text}" in err
     assert "Traceback" not in err
+    assert "compiled" not in err
 
 
 # Inside training.

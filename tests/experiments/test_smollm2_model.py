@@ -83,6 +83,11 @@ def test_weights_come_back_under_their_names(directory, tensors):
         np.testing.assert_array_equal(got[f"model.layers.1.{theirs}.weight"], tensors[f"blk.1.{ours}"], err_msg=ours)
 
 
+def test_the_weights_may_be_read_by_whoever_may_read_the_config(directory):
+    modes = {path.name: path.stat().st_mode & 0o777 for path in directory.iterdir()}
+    assert modes["model.safetensors"] == modes["config.json"]
+
+
 def test_directory_is_a_model_with_its_tokenizer(directory):
     config = huggingface.load_config(directory)
     assert (config.layers, config.heads, config.kv_heads, config.tied_embeddings) == (LAYERS, HEADS, KV_HEADS, True)

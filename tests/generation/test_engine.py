@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from areal_jax import compilation
-from areal_jax.generation.engine import DecodeState, Engine, EngineOptions, Weights, default_buckets, empty_requests
+from areal_jax.generation.engine import DecodeState, Engine, EngineOptions, Weights, empty_requests
 from areal_jax.models.logprobs import from_logits
 from areal_jax.models.transformer import TransformerConfig, bind, graph, init_params
 
@@ -145,8 +145,6 @@ def test_nothing_compiles_after_warm_up():
     assert compilation.count() == warm
 
 
-def test_buckets_reach_the_limit():
-    assert default_buckets(100) == (32, 64, 100)
-    assert default_buckets(32) == (32,)
+def test_buckets_that_end_below_the_longest_sequence_are_refused():
     with pytest.raises(ValueError, match="add a bucket of at least 48"):
         Engine(CONFIG, EngineOptions(slots=1, max_length=48, length_buckets=(16, 32)))

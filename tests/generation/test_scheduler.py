@@ -209,15 +209,17 @@ def test_a_request_that_cannot_run_is_refused_at_once(scheduler, fields, message
 
 
 def test_an_engine_failure_reaches_everyone_who_waits(scheduler, monkeypatch):
-    asked = threading.Event()
+    reached, asked = threading.Event(), threading.Event()
 
     def broken(*args):
+        reached.set()
         asked.wait(60)
         raise FloatingPointError("device lost")
 
     monkeypatch.setattr(ENGINE, "decode", broken)
     monkeypatch.setattr(threading, "excepthook", lambda args: None)
     caller = ask(scheduler, 0)
+    assert reached.wait(60)  # the request has its slot: the update would find an empty house, and be swapped in
     update = scheduler.update_weights(params_of(1), 1, "drain")
     asked.set()
     assert caller.done.wait(60)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from areal_jax.launch import display
+from areal_jax.launch import display, run_files
 from areal_jax.launch.run_files import Run, Tail
 from tests.launch.synthetic_run import BEGIN, evaluation, step, write_lines, write_log, write_run
 
@@ -86,6 +86,18 @@ def test_a_warning_of_any_process_stays_in_sight(tmp_path):
     write_log(tmp_path, "rollout", "step done")
     text = text_of(display.panel(run_of(tmp_path, [step(1, BEGIN + 1)]), BEGIN + 2))
     assert "rollout: prompt 7 failed: too long" in text and "step done" not in text
+
+
+def test_what_an_earlier_start_printed_is_not_told_again(tmp_path):
+    run_files.open_run(tmp_path, ["python"])
+    write_log(tmp_path, "trainer", "error: the first mistake", level="ERROR")
+    run_files.open_run(tmp_path, ["python"])
+    console = Console(file=io.StringIO(), width=80, force_terminal=False)
+    with display.Display(tmp_path, console=console) as shown:
+        shown.update()
+        assert display.last_alarm(Run(tmp_path).update()) == ""
+        write_log(tmp_path, "trainer", "compiling")
+    assert console.file.getvalue().splitlines() == ["trainer: compiling"]
 
 
 def test_without_a_terminal_each_step_is_one_plain_line_and_printed_once(tmp_path):

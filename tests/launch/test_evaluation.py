@@ -127,6 +127,13 @@ def test_on_a_terminal_it_is_a_bar_that_renews_itself():
     assert "━" in out.getvalue() and "1 of 3 problems" in out.getvalue()
 
 
+def test_the_page_tells_a_truncated_distribution():
+    console = Console(file=io.StringIO(), width=100)
+    sampling = dataclasses.replace(EVALUATION.sampling, top_p=0.95, top_k=20)
+    console.print(page({**ORIGIN, **dataclasses.replace(EVALUATION, sampling=sampling).figures()}, "DIR"))
+    assert "temperature 0.6, top-p 0.95, top-k 20, at most 20 tokens" in console.file.getvalue()
+
+
 def test_the_page_tells_every_figure():
     console = Console(file=io.StringIO(), width=100)
     console.print(page({**ORIGIN, **EVALUATION.figures()}, "DIR"))
@@ -135,12 +142,30 @@ def test_the_page_tells_every_figure():
     assert "[a model]" in rows["model"], "markup is printed as it is"
     assert rows["data"].endswith("d.jsonl, 3 problems, 2 samples each")
     assert rows["sampled"] == "sampled temperature 0.6, at most 20 tokens"
-    assert rows["avg@2"] == "avg@2 50.0 % ± 28.9 % (standard error)"  # means 1/2, 1, 0: std 1/2, / sqrt(3)
+    assert rows["avg@2"] == "avg@2 50.0 %", "three problems are too few for a standard error"
     assert rows["tokens"] == "tokens mean 7.5, p50 8, p99 10, longest 10"
     assert rows["of right"].startswith("of right 3 samples: mean 6.7")
     assert rows["too long"] == "too long 2 problems left out (uid 2, 3)"
     assert rows["took"] == "took 1:01, 1,234 tokens/s"
     assert (rows["k"], rows["pass@k"], rows["maj@k"]) == ("k 1 2", "pass@k 50.0 % 66.7 %", "maj@k 50.0 % 50.0 %")
+
+
+def test_the_page_tells_the_standard_error_of_ten_problems():
+    console = Console(file=io.StringIO(), width=100)
+    for count in (9, 10):
+        records = [record(uid, (uid % 2, uid % 2)) for uid in range(count)]
+        console.print(page({**ORIGIN, **Evaluation(records, [], EVALUATION.sampling).figures()}, "DIR"))
+    assert console.file.getvalue().count("±") == 1
+    assert "50.0 % ± 16.7 % (standard error)" in console.file.getvalue()  # std sqrt(10 / 4 / 9), / sqrt(10): 1/6
+
+
+def test_one_problem_is_no_problems():
+    console = Console(file=io.StringIO(), width=100)
+    one = Evaluation([record(0, (1,), (5,))], [3], EVALUATION.sampling)
+    console.print(page({**ORIGIN, **one.figures()}, "DIR"))
+    text = console.file.getvalue()
+    assert "d.jsonl, 1 problem, 1 sample each" in text and "1 problem left out (uid 3)" in text
+    assert "1 sample: mean 5.0" in text
 
 
 def test_a_page_of_nothing_right_and_one_problem_has_no_holes():

@@ -1,5 +1,6 @@
 """The model as every part of a run holds it."""
 
+import dataclasses
 import json
 import pathlib
 import shutil
@@ -42,6 +43,20 @@ def test_the_vocabulary_is_padded_to_what_the_trainers_tensor_axis_divides(tenso
     assert (shape.vocab_size, shape.vocab_rows, shape.live_rows) == (WORDS, rows, WORDS)
 
 
+@pytest.mark.parametrize(("trainer", "generation", "rows"), [(1, 2, 98), (2, 3, 102), (-1, 4, 100)])
+def test_the_vocabulary_fits_the_tensor_axes_of_trainer_and_servers(trainer, generation, rows):
+    config = settings(data=1, tensor=trainer)
+    config = dataclasses.replace(config, generation=dataclasses.replace(config.generation, tensor=generation))
+    assert roles.model_config(config).vocab_rows == rows
+
+
+def test_a_run_may_do_without_kernels():
+    config = settings()
+    assert roles.model_config(config).kernels == "auto"
+    plain = dataclasses.replace(config, model=dataclasses.replace(config.model, attention="plain"))
+    assert roles.model_config(plain).kernels == "plain"
+
+
 def test_ids_that_the_tokenizer_does_not_define_are_not_live(tmp_path):
     shape = roles.model_config(settings(copy_of_model(tmp_path / "model", words=90)))
     assert (shape.vocab_size, shape.vocab_rows, shape.live_rows) == (WORDS, WORDS, 90)
@@ -50,6 +65,15 @@ def test_ids_that_the_tokenizer_does_not_define_are_not_live(tmp_path):
 def test_a_tokenizer_with_more_ids_than_the_model_is_refused(tmp_path):
     with pytest.raises(ValueError, match="tokenizer defines 99 token ids, and config.json has vocab_size=97"):
         roles.model_config(settings(copy_of_model(tmp_path / "model", words=99)))
+
+
+def test_sequences_longer_than_the_model_was_made_for_are_refused():
+    values = math.get_config()
+    values.data.max_prompt_tokens, values.rollout.max_new_tokens = 64, 64  # 128, max_position_embeddings of the model
+    assert roles.model_config(config_lib.build(values)).max_positions == 128
+    values.eval.max_new_tokens = 65
+    with pytest.raises(ValueError, match=r"longest sequence has 129 tokens .*max_position_embeddings=128"):
+        roles.model_config(config_lib.build(values))
 
 
 def test_an_engine_takes_weights_that_are_in_their_places_without_a_copy():

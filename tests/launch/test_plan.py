@@ -74,6 +74,17 @@ def test_cache_slots_and_weights_are_those_of_a_real_generation_engine(dtype):
     assert plan.host_bytes(config, TINY)["one version of the weights"] == sum(a.nbytes for a in host.values())
 
 
+def test_a_server_on_several_devices_is_planned_by_the_device():
+    config = a_config(generation={"slots": 6, "length_buckets": (32, 96), "tensor": 2})
+    engine = Engine(TINY, EngineOptions(slots=6, max_length=config.cache_length, length_buckets=(32, 96), tensor=2))
+    planned = plan.generator_bytes(config, TINY)
+    for device in jax.devices()[:2]:
+        assert planned["key/value cache"] == bytes_on(device, engine.init_decode_state().cache)
+        assert planned["weights"] == bytes_on(device, engine.load(init_params(TINY, jax.random.key(0)), 0).params)
+    with pytest.raises(ValueError, match="generation.tensor=4 must divide the model's 2 key/value heads"):
+        plan.generator_bytes(a_config(generation={"tensor": 4}), TINY)
+
+
 def test_the_file_of_a_version_is_as_large_as_planned_but_for_its_header(tmp_path):
     params = {name: np.asarray(array) for name, array in init_params(TINY, jax.random.key(0)).items()}
     written = weights.write_weights(params, 1, tmp_path)
@@ -96,6 +107,7 @@ def test_shared_memory_never_holds_more_versions_than_planned(tmp_path):
         ({"d_model": 64, "heads": 4, "kv_heads": 2, "head_size": 16, "d_ff": 256}, 64, 16),  # feed-forward dominates
         ({"d_model": 64, "heads": 4, "kv_heads": 2, "head_size": 16, "d_ff": 256}, 512, 1),  # attention scores do
         ({"d_model": 128, "heads": 2, "kv_heads": 2, "head_size": 32, "d_ff": 512}, 128, 4),
+        ({"d_model": 64, "heads": 4, "kv_heads": 2, "head_size": 16, "d_ff": 256}, 4096, 1),  # scores of a block do
     ],
 )
 def test_the_estimate_of_a_microbatch_is_within_a_factor_of_what_the_compiler_takes(shape, max_length, rows):
@@ -127,6 +139,32 @@ def test_the_estimate_of_a_microbatch_is_within_a_factor_of_what_the_compiler_ta
     planned = plan.trainer_bytes(config, model, plan.abstract_mesh(config, 0))
     estimate = sum(size for name, size in planned.items() if name in plan.ESTIMATED)
     assert taken / 1.5 < estimate < taken * 1.5
+
+
+@pytest.mark.parametrize(
+    ("settings", "shape"),
+    [
+        ({"prefill_rows": 4}, (4, 512)),  # what a prefill was before it had a budget
+        ({"prefill_rows": 4, "prefill_tokens": 1024}, (2, 512)),
+        ({"prefill_rows": 4, "prefill_tokens": 100}, (1, 512)),
+        ({"prefill_rows": 4, "prefill_tokens": 1000, "length_buckets": (500, 512)}, (2, 500)),  # not the longest
+    ],
+)
+def test_the_estimate_of_a_prefill_is_within_a_factor_of_what_the_compiler_takes(settings, shape):
+    model = TransformerConfig(vocab_size=128, layers=2, d_model=64, heads=4, kv_heads=2, head_size=16, d_ff=128)
+    config = a_config(data={"max_prompt_tokens": 16}, rollout={"max_new_tokens": 496}, generation=settings)
+    engine = Engine(model, EngineOptions(slots=1, max_length=512, length_buckets=config.generation.length_buckets))
+    tokens = jax.ShapeDtypeStruct(shape, np.int32)
+    taken = engine._prefill.lower(engine.places, tokens).compile().memory_analysis()
+    planned = plan.generator_bytes(config, model)["prefill"]
+    assert (taken.temp_size_in_bytes + taken.output_size_in_bytes) / 1.5 < planned
+    assert planned < (taken.temp_size_in_bytes + taken.output_size_in_bytes) * 1.5
+
+
+def test_a_server_without_double_buffer_is_planned_with_one_set_of_weights():
+    two, one = (plan.generator_bytes(a_config(generation={"double_buffer": b}), TINY) for b in (True, False))
+    assert sum(two.values()) - sum(one.values()) == two["weights"]
+    assert "place of the old" in plan.report(a_config(generation={"double_buffer": False}))
 
 
 def test_a_real_model_has_its_published_number_of_parameters():
@@ -181,7 +219,8 @@ def test_a_plan_touches_no_device():
     code = (
         "import sys\nfrom areal_jax.config import build\nfrom areal_jax.launch import plan\n"
         "from jax._src import xla_bridge\n"
-        "print(plan.report(build({'model': {'path': sys.argv[1]}})))\n"
+        "lengths = {'data': {'max_prompt_tokens': 64}, 'rollout': {'max_new_tokens': 64}}\n"
+        "print(plan.report(build({'model': {'path': sys.argv[1]}, **lengths})))\n"
         "assert not xla_bridge.backends_are_initialized()"
     )
     done = subprocess.run(

@@ -158,6 +158,25 @@ def test_markup_in_a_completion_is_printed_as_it_is():
     assert "[/red] [x]" in console.file.getvalue() and "[b]" in console.file.getvalue()
 
 
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        "<|im_start|>system\nYou are.<|im_end|>\n<|im_start|>user\nNo.<|im_end|>\n<|im_start|>assistant\nOh.<|im_end|>"
+        "\n<|im_start|>user\nWhat is\n2+2?<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n",
+        "<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\nYou are.<|eot_id|><|start_header_id|>user"
+        "<|end_header_id|>\n\nWhat is\n2+2?<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n",
+        "<bos><start_of_turn>user\nWhat is\n2+2?<end_of_turn>\n<start_of_turn>model\n",
+        "What is\n2+2?",
+    ],
+)
+def test_the_title_of_a_sample_is_what_the_user_says_last(prompt):
+    assert summary._question(prompt) == "What is 2+2?"
+
+
+def test_a_prompt_without_marks_is_shown_as_it_is():
+    assert summary._question("the\nuser\nsays |x| < 2") == "the user says |x| < 2"
+
+
 def test_shares_are_overlaps_of_segments_with_bins():
     edges = np.array([0.0, 1.0, 2.0, 4.0])
     # 0.5..3 covers half of the first bin, all of the second, half of the third

@@ -17,7 +17,16 @@ from areal_jax.transport import areal_pb2 as pb
 from areal_jax.transport import areal_pb2_grpc as pb_grpc
 from areal_jax.transport.clients import GenerationPool, TrainerClient, fetch_weights, push_weights
 from areal_jax.transport.servers import serve_trainer
-from areal_jax.types import UNPUBLISHED, Announcement, Completion, GenerateRequest, Progress, Sampling, Trajectory
+from areal_jax.types import (
+    UNPUBLISHED,
+    Announcement,
+    Chunk,
+    Completion,
+    GenerateRequest,
+    Progress,
+    Sampling,
+    Trajectory,
+)
 from areal_jax.weights import Publisher, shared_memory_sender, write_weights
 from tests.transport.fakes import SHAPES, FakeScheduler, serve_fake, token_at
 
@@ -91,6 +100,39 @@ def test_completions_come_in_the_order_of_the_samples_asked_for():
     for completions in generate([server.address], request(samples=(3, 0, 2))):
         for sample, completion in zip((3, 0, 2), completions, strict=True):
             assert_complete(completion, 7, sample)
+    server.stop()
+
+
+def test_a_request_past_its_time_is_a_timeout_error_and_not_asked_again():
+    scheduler = FakeScheduler()
+    scheduler.hold.set()
+    server = serve_fake(scheduler)
+
+    def run_out():
+        until(lambda: scheduler.requests)
+        _, _, on_error = scheduler._running.pop(0)
+        on_error(TimeoutError("prompt 7 was not finished within timeout_s=0.5"))
+
+    with pytest.raises(TimeoutError, match=f"{server.address}: prompt 7 was not finished within timeout_s=0.5"):
+        generate([server.address], request(timeout_s=0.5), meanwhile=run_out)
+    assert len(scheduler.requests) == 1
+    server.stop()
+
+
+def test_a_sample_may_end_with_a_chunk_without_tokens():
+    scheduler = FakeScheduler()
+    scheduler.hold.set()
+    server = serve_fake(scheduler)
+    none = np.zeros(0, np.int32)
+
+    def finish():
+        until(lambda: scheduler.requests)
+        _, on_chunks, _ = scheduler._running.pop(0)
+        on_chunks([Chunk(0, np.array([5], np.int32), np.zeros(1, np.float32), np.zeros(1, np.int32), "")])
+        on_chunks([Chunk(0, none, np.zeros(0, np.float32), none, "stop")])
+
+    ((completion,),) = generate([server.address], request(samples=(0,)), meanwhile=finish)
+    assert (completion.tokens.tolist(), completion.finish_reason) == ([5], "stop")
     server.stop()
 
 

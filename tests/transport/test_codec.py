@@ -50,15 +50,32 @@ def test_request_round_trip_with_what_a_sample_has_already():
         uid=2**40,
         prompt_tokens=np.array([1, 2, 3], np.int32),
         samples=(0, 2),
-        sampling=Sampling(max_new_tokens=17, temperature=0.7, seed=-3, stop_tokens=(0, 9)),
+        sampling=Sampling(
+            max_new_tokens=17,
+            temperature=0.7,
+            seed=-3,
+            stop_tokens=(0, 9),
+            top_k=40,
+            top_p=0.95,
+            min_p=0.02,
+            min_new_tokens=5,
+            stop_strings=("\n\n", "\u20ac 5"),
+        ),
         evaluation=True,
         partial={2: Completion(partial.tokens, partial.logprobs, partial.versions, "")},
+        timeout_s=2.5,
     )
     got = codec.decode_request(through_bytes(codec.encode_request(sent)))
     assert (got.uid, got.samples, got.sampling, got.evaluation) == (2**40, (0, 2), sent.sampling, True)
+    assert got.timeout_s == 2.5
     np.testing.assert_array_equal(got.prompt_tokens, sent.prompt_tokens, strict=True)
     assert list(got.partial) == [2]
     assert_same_arrays(got.partial[2], partial, ("tokens", "logprobs", "versions"))
+
+
+def test_what_a_message_leaves_out_is_the_default():
+    got = codec.decode_request(pb.GenerateRequest(sampling=pb.Sampling(max_new_tokens=3, temperature=1.0)))
+    assert (got.sampling, got.timeout_s) == (Sampling(max_new_tokens=3), 0.0)
 
 
 def test_group_round_trip_keeps_types_and_ragged_lengths():

@@ -118,6 +118,19 @@ def test_an_engine_that_fails_ends_its_streams_with_its_text(scheduler, stub):
     assert "out of cache" in text
 
 
+def test_a_request_past_its_time_ends_with_its_text_and_the_server_goes_on(scheduler, stub):
+    scheduler.hold.set()
+    stream = stub.Generate(codec.encode_request(dataclasses.replace(request(), timeout_s=0.5)))
+    until(lambda: scheduler.requests)
+    assert scheduler.requests[0].timeout_s == 0.5
+    _, _, on_error = scheduler._running.pop(0)
+    on_error(TimeoutError("prompt 7 was not finished within timeout_s=0.5"))
+    code, text = code_and_text(lambda: list(stream))
+    assert (code, text) == (grpc.StatusCode.DEADLINE_EXCEEDED, "prompt 7 was not finished within timeout_s=0.5")
+    scheduler.hold.clear()
+    assert list(stub.Generate(codec.encode_request(request())))
+
+
 def test_status_is_the_schedulers(scheduler, stub):
     assert dict(stub.Status(pb.StatusRequest()).values) == {"version": 0, "active": 0}
 

@@ -1,0 +1,241 @@
+"""The time of a decode step against what memory and arithmetic allow, and where the rest of it goes.
+
+In: a model, batch sizes, cache lengths. Out: seconds. Called by `bench_generation`. Waits for the device.
+
+With B running sequences that have c tokens on average, a step in which every byte is read once and every product is
+computed once takes
+
+    bytes = 4 * W + B * c * M        W weights that are read, M bytes of cache per token
+    FLOPs = 2 * B * P + 4 * B * c * layers * heads * head_size
+    bound = max(bytes / bandwidth, FLOPs / rate)
+
+P counts the weights of matrix products, the LM head among them; W the same and those of the norms (an embedding that is
+not the head is looked up and not read). M = 2 * layers * kv_heads * head_size * bytes of a number. Bandwidth is that of
+reading: the better of a large matrix times a vector, and of a large copy (read and written). Rate is that of a product
+of two large square float32 matrices. Both are measured before and after each step time, in the same process.
+
+Shapes: B = S slots, C cached tokens, D model, N query heads, K key/value heads, H head size, V vocabulary.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from areal_jax.generation import sampling
+from areal_jax.generation.engine import DecodeState, Engine, Weights, empty_requests
+from areal_jax.models import attention
+from areal_jax.models.transformer import Params, TransformerConfig, bind, graph, param_shapes
+from experiments.bench_workload import Bench, medians, take_turns, timed
+
+BATCHES = (1, 2, 4, 8, 16, 32, 64)
+CONTEXT = 128  # cached tokens that a step of the bound attends to, at most
+READ_BYTES = 2**28  # far more than any processor's cache
+SQUARE = 2048
+REPETITIONS = 5
+
+
+@dataclasses.dataclass(frozen=True)
+class Rates:
+    """What the machine does at its best."""
+
+    bytes_per_s: float
+    flops_per_s: float
+
+
+def measure_rates() -> Rates:
+    """The best of several attempts at each."""
+    rows = READ_BYTES // 4 // 4096
+    matrix, vector = jnp.ones((rows, 4096)), jnp.ones(4096)
+    square = jnp.ones((SQUARE, SQUARE))
+    source, target = np.ones(READ_BYTES // 8, np.float32), np.empty(READ_BYTES // 8, np.float32)
+    product = jax.jit(jnp.matmul)
+    calls: dict[str, Callable[[], Any]] = {
+        "read": lambda: product(matrix, vector),
+        "copy": lambda: np.copyto(target, source),  # half the bytes, read and written
+        "square": lambda: product(square, square),
+    }
+    best = {name: min(timed(call) for _ in range(REPETITIONS)) for name, call in calls.items()}
+    return Rates(READ_BYTES / min(best["read"], best["copy"]), 2 * SQUARE**3 / best["square"])
+
+
+# The bound.
+
+
+def cache_bytes(config: TransformerConfig, dtype: str) -> int:
+    """Bytes of keys and values per token of a sequence."""
+    return 2 * config.layers * config.kv_heads * config.head_size * jnp.dtype(dtype).itemsize
+
+
+def weight_counts(config: TransformerConfig) -> tuple[int, int]:
+    """Weights of matrix products, and all weights that a step reads."""
+    shapes = {name: math.prod(shape.shape) for name, shape in param_shapes(config).items()}
+    head = shapes["embedding"] if config.tied_embeddings else 0
+    kernels = sum(size for name, size in shapes.items() if name.endswith("kernel"))
+    others = sum(size for name, size in shapes.items() if not name.endswith("kernel") and name != "embedding")
+    return kernels + head, kernels + head + others
+
+
+def bound(config: TransformerConfig, dtype: str, batch: int, context: float, rates: Rates) -> float:
+    """Seconds that a step of `batch` sequences of `context` tokens on average takes at least."""
+    products, read = weight_counts(config)
+    moved = read * jnp.dtype(dtype).itemsize + batch * context * cache_bytes(config, dtype)
+    flops = 2 * batch * products + 4 * batch * context * config.layers * config.heads * config.head_size
+    return max(moved / rates.bytes_per_s, flops / rates.flops_per_s)
+
+
+# The step.
+
+
+@dataclasses.dataclass
+class Decoding:
+    """An engine whose slots all run; its steps can be timed."""
+
+    engine: Engine
+    weights: Weights
+    state: DecodeState
+    length: int  # known tokens of each slot
+
+    def step(self, attended: int) -> float:
+        """Seconds per decode step, over one dispatch that attends to `attended` cached tokens."""
+        steps = self.engine.options.decode_steps
+
+        def dispatch() -> Array:
+            self.state, decoded = self.engine.decode(self.weights, self.state, attended)
+            return decoded.count
+
+        seconds = timed(dispatch)
+        self.length += steps
+        return seconds / steps
+
+    def idle_dispatch(self) -> float:
+        """Seconds of a dispatch that finds nothing to do; the slots have stopped from here on."""
+        self.state = self.engine.deactivate(self.state, range(self.engine.options.slots))
+        jax.block_until_ready(self.state)
+        return self.step(1) * self.engine.options.decode_steps
+
+
+def decoding(bench: Bench, batch: int, buckets: tuple[int, ...]) -> Decoding:
+    """All slots run from the same prompt, each with samples of its own; nothing ends before the cache is full."""
+    engine = bench.engine(batch, buckets[-1], buckets)
+    weights = engine.load(bench.params, 0)
+    requests = empty_requests(batch)
+    requests.row[:] = 0
+    requests.length[:] = requests.prompt_length[:] = bench.prompt_tokens
+    requests.limit[:] = buckets[-1]
+    requests.sample[:] = np.arange(batch)
+    state = engine.admit(weights, engine.init_decode_state(), [bench.prompts[0]], requests)
+    return Decoding(engine, weights, state, bench.prompt_tokens)
+
+
+def check_memory(bench: Bench) -> dict[str, int]:
+    """Bytes per slot and per token of it, as allocated; an AssertionError if arithmetic says otherwise."""
+    slots, length = 3, 64
+    state = bench.engine(slots, length, (length,)).init_decode_state()
+    allocated = sum(array.nbytes for array in jax.tree.leaves(state.cache))
+    per_token = cache_bytes(bench.config, bench.dtype)
+    assert allocated == slots * length * per_token, (allocated, slots, length, per_token)
+    return {"cache_bytes_per_token": per_token, "cache_bytes_per_slot": per_token * bench.contexts[-1]}
+
+
+def over_bound(bench: Bench, batch: int, seconds: float) -> dict[str, Any]:
+    """Step time, bound and their ratio for a batch, the rates measured in turns with the steps."""
+    context = min(CONTEXT, bench.contexts[-1])
+    run = decoding(bench, batch, (context,))
+    run.step(context)  # compiles
+    found, rates, lengths = [], [measure_rates()], []
+    room = (context - run.length) // run.engine.options.decode_steps
+    for _ in range(min(REPETITIONS, room)):
+        lengths.append(run.length + run.engine.options.decode_steps / 2)
+        found.append(run.step(context))
+    rates.append(measure_rates())
+    best = Rates(*(max(getattr(rate, field.name) for rate in rates) for field in dataclasses.fields(Rates)))
+    step = float(np.median(found))
+    least = bound(bench.config, bench.dtype, batch, float(np.mean(lengths)), best)
+    return {
+        "step_ms": 1e3 * step,
+        "bound_ms": 1e3 * least,
+        "ratio": step / least,
+        "tokens_per_second": batch / step,
+        "bandwidth_GB_per_s": best.bytes_per_s / 1e9,
+        "matmul_GFLOP_per_s": best.flops_per_s / 1e9,
+        "parts_ms": {name: 1e3 * s for name, s in parts(bench, run, context, step, seconds).items()},
+    }
+
+
+def step_by_context(bench: Bench, batch: int, seconds: float) -> dict[int, float]:
+    """Milliseconds per step by cached tokens attended to, the lengths taking turns."""
+    run = decoding(bench, batch, bench.contexts)
+    for attended in bench.contexts:
+        run.step(attended)  # compiles
+    calls: dict[str, Callable[[], float]] = {
+        str(attended): functools.partial(run.step, attended) for attended in bench.contexts
+    }
+    room = (bench.contexts[0] - run.length) // run.engine.options.decode_steps // len(calls)
+    found = medians(take_turns(calls, seconds, rounds=max(2, min(REPETITIONS, room))))
+    return {int(attended): 1e3 * step for attended, step in found.items()}
+
+
+# Where the rest goes: the parts of a step as programs of their own, as often per dispatch as the engine does them.
+
+
+def parts(bench: Bench, run: Decoding, context: int, step: float, seconds: float) -> dict[str, float]:
+    """Seconds per step of its parts, each a program of its own; the rest is norms, rotations and copies."""
+    batch, steps = run.engine.options.slots, run.engine.options.decode_steps
+    model_graph, params = graph(bench.config), run.weights.params
+    hidden_SD = jnp.ones((batch, bench.config.d_model), bench.dtype)
+    query_SNH = jnp.ones((batch, bench.config.heads, bench.config.head_size), bench.dtype)
+    logits_SV = jnp.ones((batch, bench.config.vocab_rows))
+    programs: dict[str, tuple[Callable[..., Array], tuple[Any, ...]]] = {
+        "layer products": (layer_products, (hidden_SD, params)),
+        "LM head": (lambda x, params: x + 1e-9 * jnp.mean(bind(model_graph, params).logits(x)), (hidden_SD, params)),
+        "attention": (
+            functools.partial(attention_of_layers, attended=context),
+            (query_SNH, run.state.cache.layers, run.state.length),
+        ),
+        "sampling": (draw_tokens, (run.state.length, logits_SV, run.state.keys)),
+    }
+    calls: dict[str, Callable[[], float]] = {}
+    for name, (part, arguments) in programs.items():
+        program = jax.jit(functools.partial(repeated, part, steps))
+        calls[name] = functools.partial(timed, functools.partial(program, *arguments))
+        calls[name]()  # compiles
+    found = {name: s / steps for name, s in medians(take_turns(calls, seconds, rounds=REPETITIONS)).items()}
+    found["dispatch"] = min(run.idle_dispatch() for _ in range(REPETITIONS)) / steps
+    return {**found, "rest": step - sum(found.values())}
+
+
+def repeated(part: Callable[..., Array], steps: int, carry: Array, *others: Any) -> Array:
+    """A part again and again, each time on what it made before, so that none is left out or shared."""
+    return jax.lax.fori_loop(0, steps, lambda _, carry: part(carry, *others), carry)
+
+
+def layer_products(hidden_SD: Array, params: Params) -> Array:
+    """The product of every layer's kernel with rows of its own width."""
+    for name, kernel in params.items():
+        if name.endswith("kernel") and name.startswith("layers."):
+            contracted = 2 if name.endswith("attention.out.kernel") else 1
+            kernel_IO = kernel.reshape(math.prod(kernel.shape[:contracted]), -1)
+            inputs_SI = jnp.resize(hidden_SD, (hidden_SD.shape[0], kernel_IO.shape[0]))
+            hidden_SD = hidden_SD + 1e-9 * jnp.mean(inputs_SI @ kernel_IO)
+    return hidden_SD
+
+
+def attention_of_layers(
+    query_SNH: Array, cached: tuple[tuple[Array, Array], ...], length_S: Array, *, attended: int
+) -> Array:
+    for keys, values in cached:
+        query_SNH = attention.decode_attention(query_SNH, keys, values, length_S - 1, attended=attended)
+    return query_SNH
+
+
+def draw_tokens(length_S: Array, logits_SV: Array, keys_S2: Array) -> Array:
+    slots = logits_SV.shape[0]
+    tokens_S, _ = sampling.sample(logits_SV, jnp.full(slots, -jnp.inf), keys_S2, length_S, jnp.ones(slots))
+    return length_S + (tokens_S < slots)

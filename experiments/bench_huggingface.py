@@ -1,0 +1,82 @@
+"""Hugging Face `generate` on torch's CPU, with the batch size and thread count that suit it best.
+
+In: a model of ours. Out: seconds for the benchmark's requests. Called by `bench_generation`. Waits for torch.
+
+`generate` advances a batch until its longest row is done and pads the others, so only the wanted tokens of a row are
+counted, and the requests come to it sorted by length: neighbours in length share a batch, which leaves the least
+padding of all ways to batch them. Prompts have one length, so no row is padded in front. Greedy, float32, key/value
+cache, no EOS. Batch size and threads: the step time of each pair is measured over a few steps, which predicts the time
+of all batches, each as many steps as its longest row; the best two pairs then serve all requests, and the faster stays.
+"""
+
+import dataclasses
+import os
+import pathlib
+import tempfile
+
+import numpy as np
+import torch
+import transformers
+
+from areal_jax.models import safetensors_files
+from experiments.bench_workload import Bench, timed
+
+BATCHES = (1, 4, 8, 16, 32, 64)
+STEPS = 16  # of the sweep, per pair of batch size and threads
+FINALISTS = 2  # pairs that serve all requests
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    batch: int
+    threads: int
+
+
+class HuggingFace:
+    """The same weights in transformers."""
+
+    def __init__(self, bench: Bench):
+        self._bench = bench
+        with tempfile.TemporaryDirectory() as scratch:
+            directory = pathlib.Path(scratch) / "model"
+            safetensors_files.save_model(directory, bench.config, bench.params)
+            self._model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+
+    def best(self) -> tuple[Choice, dict[str, float]]:
+        """The fastest choice, and the predicted seconds of all."""
+        threads = sorted({1, len(os.sched_getaffinity(0))})
+        choices = [Choice(batch, n) for batch in BATCHES if batch <= self._bench.requests for n in threads]
+        seconds = {choice: self._predict(choice) for choice in choices}
+        described = {f"batch {c.batch}, {c.threads} threads": s for c, s in seconds.items()}
+        return min(sorted(choices, key=lambda choice: seconds[choice])[:FINALISTS], key=self.run), described
+
+    def run(self, choice: Choice) -> float:
+        """Seconds for all requests."""
+        torch.set_num_threads(choice.threads)
+        return timed(lambda: [self._generate(rows) for rows in self._batches(choice.batch)])
+
+    def tokens(self, uid: int, count: int) -> list[int]:
+        """The first greedy tokens of a request."""
+        return self._generate(np.array([uid]), count)[0].tolist()
+
+    def _predict(self, choice: Choice) -> float:
+        torch.set_num_threads(choice.threads)
+        batches = self._batches(choice.batch)
+        step = min(timed(lambda: self._generate(batches[0], STEPS)) for _ in range(2)) / STEPS
+        return step * sum(int(self._bench.lengths[rows].max()) for rows in batches)
+
+    def _batches(self, size: int) -> list[np.ndarray]:
+        """Indices of requests by falling length, `size` at a time."""
+        order = np.argsort(-self._bench.lengths, kind="stable")
+        return [order[first : first + size] for first in range(0, len(order), size)]
+
+    def _generate(self, rows: np.ndarray, new_tokens: int = 0) -> list[np.ndarray]:
+        """New tokens of each row; as many as the longest row wants, or `new_tokens`."""
+        prompts = torch.from_numpy(self._bench.prompts[rows].astype(np.int64))
+        steps = new_tokens or int(self._bench.lengths[rows].max())
+        settings = transformers.GenerationConfig(
+            do_sample=False, max_new_tokens=steps, min_new_tokens=steps, eos_token_id=None, pad_token_id=0
+        )
+        with torch.inference_mode():
+            out = self._model.generate(prompts, attention_mask=torch.ones_like(prompts), generation_config=settings)
+        return list(out.numpy()[:, self._bench.prompt_tokens :])

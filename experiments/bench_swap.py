@@ -1,0 +1,88 @@
+"""What new weights in mid sequence cost: the stall of one update, and throughput with one every few seconds.
+
+In: a model, a number of slots. Out: stalls in decode steps, tokens per second. Called by `bench_generation`. Waits for
+the scheduler, whose slots are all busy with sequences of mixed lengths the whole time.
+
+The weights of an update are already on the device in their places (as with `launch=threads`), so that an update costs
+what the engine does for it and not what brings the weights to it.
+"""
+
+import functools
+import itertools
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+
+from areal_jax.generation.scheduler import OnUpdate, Scheduler
+from experiments.bench_workload import Bench, Load, serving, take_turns
+
+POLICIES: tuple[OnUpdate, ...] = ("recompute", "keep", "drain")
+SLOTS = (16, 64)
+EVERY_S = 2.0  # between updates
+STALLS = 3  # updates per policy
+
+
+class Updates:
+    """New versions for a scheduler, of two sets of weights in turn."""
+
+    def __init__(self, bench: Bench, scheduler: Scheduler):
+        other = {name: 0.999 * jnp.asarray(array) for name, array in bench.params.items()}
+        self._params = itertools.cycle((other, bench.params))
+        self._versions = itertools.count(1)
+        self._scheduler = scheduler
+
+    def update(self, policy: OnUpdate) -> tuple[float, float]:
+        """Seconds that decoding stood still, and seconds until the new weights were in use."""
+        began = time.monotonic()
+        stall = self._scheduler.update_weights(next(self._params), next(self._versions), policy).result()
+        return stall, time.monotonic() - began
+
+
+def swap_costs(bench: Bench, slots: int, seconds: float) -> dict[str, Any]:
+    """Stall and wait of each policy in decode steps, and throughput with updates over throughput without."""
+    max_length = bench.contexts[-1]
+    with serving(bench, slots, max_length) as scheduler:
+        load, updates = Load(bench, scheduler, slots, max_length), Updates(bench, scheduler)
+        tokens_per_second(scheduler, EVERY_S)  # every slot is busy by now
+        step = slots / tokens_per_second(scheduler, EVERY_S)
+        stalls = stall_steps(updates, step)
+        span = max(seconds / 2 / (1 + len(POLICIES)), 2 * EVERY_S)  # of one turn, two turns each
+        calls: dict[str, Callable[[], float]] = {
+            policy: functools.partial(under_updates, scheduler, updates, policy, span) for policy in POLICIES
+        }
+        calls["none"] = functools.partial(tokens_per_second, scheduler, span)
+        found = take_turns(calls, seconds, rounds=2)
+        load.check()
+        load.close()
+    ratios = {
+        policy: statistics.median(a / b for a, b in zip(found[policy], found["none"], strict=True))
+        for policy in POLICIES
+    }
+    return {"slots": slots, "step_ms": 1e3 * step, **stalls, "throughput": ratios, "tokens_per_second": found}
+
+
+def stall_steps(updates: Updates, step: float) -> dict[str, dict[str, float]]:
+    """Medians over updates of each policy, in decode steps of `step` seconds."""
+    pairs = {policy: [updates.update(policy) for _ in range(STALLS)] for policy in POLICIES}
+    return {
+        name: {policy: statistics.median(pair[i] for pair in found) / step for policy, found in pairs.items()}
+        for i, name in enumerate(("stall_steps", "wait_steps"))
+    }
+
+
+def tokens_per_second(scheduler: Scheduler, seconds: float) -> float:
+    began, before = time.monotonic(), scheduler.status()["tokens"]
+    time.sleep(seconds)
+    return (scheduler.status()["tokens"] - before) / (time.monotonic() - began)
+
+
+def under_updates(scheduler: Scheduler, updates: Updates, policy: OnUpdate, seconds: float) -> float:
+    """Tokens per second with an update every `EVERY_S` seconds, or as soon as the one before is through."""
+    began, before = time.monotonic(), scheduler.status()["tokens"]
+    while (at := time.monotonic()) - began < seconds:
+        updates.update(policy)
+        time.sleep(max(0.0, at + EVERY_S - time.monotonic()))
+    return (scheduler.status()["tokens"] - before) / (time.monotonic() - began)

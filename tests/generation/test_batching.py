@@ -1,0 +1,167 @@
+"""Continuous batching, turn by turn: who decodes in which dispatch, what a prefill holds, what a step attends to."""
+
+import numpy as np
+import pytest
+
+from areal_jax.generation.engine import Engine, EngineOptions
+from areal_jax.types import Completion
+from tests.generation.by_hand import CONFIG, ByHand
+
+SLOTS = 4
+OPTIONS = EngineOptions(slots=SLOTS, max_length=64, decode_steps=2, prefill_rows=2, length_buckets=(16, 32, 64))
+ENGINE = Engine(CONFIG, OPTIONS)
+
+
+class Watched(ByHand):
+    """Notes, in order: rows of each prefill, uids and attended tokens of each dispatch, and when a chunk came."""
+
+    def __init__(self, monkeypatch):
+        super().__init__(ENGINE)
+        self.events: list[str] = []
+        self.prefills: list[int] = []
+        self.decoding: list[set[int]] = []
+        self.attended: list[int] = []
+        admit, decode, collect = ENGINE.admit, ENGINE.decode, self.scheduler._collect
+
+        def watched_admit(weights, state, rows, requests):
+            self.prefills.append(len(rows))
+            return admit(weights, state, rows, requests)
+
+        def watched_decode(weights, state, longest):
+            self.events.append("decode")
+            self.decoding.append({slot.ticket.request.uid for slot in self.scheduler._slots.values()})
+            self.attended.append(ENGINE.bucket(longest))
+            return decode(weights, state, longest)
+
+        def watched_collect():
+            self.events += ["collect"] * (self.scheduler._pending is not None)
+            return collect()
+
+        monkeypatch.setattr(ENGINE, "admit", watched_admit)
+        monkeypatch.setattr(ENGINE, "decode", watched_decode)
+        monkeypatch.setattr(self.scheduler, "_collect", watched_collect)
+
+    def ask(self, uid, length, max_new_tokens, **fields) -> int:
+        ticket = super().ask(uid, length, max_new_tokens, **fields)
+        take = self.scheduler._tickets[ticket].on_chunks
+        self.scheduler._tickets[ticket].on_chunks = lambda chunks: (self.events.append("chunks"), take(chunks))
+        return ticket
+
+
+@pytest.fixture
+def hand(monkeypatch) -> Watched:
+    return Watched(monkeypatch)
+
+
+def test_a_slot_that_ends_is_refilled_for_the_very_next_dispatch(hand):
+    for uid, new in enumerate((2, 20, 20, 4)):
+        hand.ask(uid, 3, new)
+    hand.ask(4, 5, 6)
+    hand.ask(5, 5, 6)
+    hand.finish()
+    # 0 ends in the first dispatch, 3 in the second; 4 and 5 wait for them
+    assert hand.decoding[:3] == [{0, 1, 2, 3}, {1, 2, 3, 4}, {1, 2, 4, 5}]
+    hand.assert_exact()
+
+
+def test_a_slot_that_a_stop_token_ends_is_refilled_for_the_very_next_dispatch(hand):
+    hand.ask(9, 3, 8)
+    hand.finish()
+    second = int(hand.joined(9, 0, "tokens")[1])
+    hand.decoding.clear()
+    hand.ask(9, 3, 8, stop=(second,))  # the same tokens again, as uid and sample are the same
+    for uid in range(4):
+        hand.ask(uid, 3, 8)
+    hand.turn(2)
+    assert hand.decoding == [{9, 0, 1, 2}, {0, 1, 2, 3}]
+
+
+def test_a_queue_through_one_slot_idles_in_no_dispatch(hand):
+    for uid in range(SLOTS - 1):
+        hand.ask(uid, 1, 40)
+    for uid in range(10, 15):
+        hand.ask(uid, 2, 4)  # two dispatches each
+    hand.turn(10)
+    assert [uids - {0, 1, 2} for uids in hand.decoding] == [{uid} for uid in range(10, 15) for _ in range(2)]
+
+
+def test_harvest_and_callbacks_run_beside_the_next_dispatch(hand):
+    hand.ask(0, 3, 7)
+    hand.finish()
+    dispatched = ["decode", "decode", "collect", "chunks"]
+    assert hand.events == [*dispatched, *["decode", "collect", "chunks"] * 2, "collect", "chunks"]
+
+
+def test_with_a_queue_only_the_reading_comes_before_the_next_dispatch(hand):
+    for uid in range(SLOTS + 1):
+        hand.ask(uid, 3, 4)
+    hand.turn(2)
+    assert hand.events == ["decode", "collect", "decode", *["chunks"] * SLOTS]
+
+
+def test_nothing_is_dispatched_for_slots_that_all_reach_their_limits(hand):
+    hand.ask(0, 3, 4)
+    hand.ask(1, 9, 2)
+    hand.finish()
+    assert len(hand.decoding) == 2 and hand.joined(0, 0, "tokens").size == 4
+
+
+def test_the_samples_of_a_prompt_share_one_prefill_row(hand):
+    hand.ask(0, 9, 4, samples=range(SLOTS))
+    hand.finish()
+    assert hand.prefills == [1]
+    hand.assert_exact()
+
+
+def test_a_group_of_more_samples_than_free_slots_has_one_row_per_admission(hand):
+    hand.ask(0, 3, 4)  # ends with the first three of the group
+    hand.ask(1, 9, 4, samples=range(SLOTS + 2))
+    hand.finish()
+    # One row for prompt 0, one for the first three; then one for the three that found no slot.
+    assert hand.prefills == [2, 1]
+    assert len({tuple(hand.joined(1, sample, "tokens")) for sample in range(SLOTS + 2)}) > 1
+    hand.assert_exact()
+
+
+def test_a_sample_that_goes_on_has_a_row_of_its_own_beside_its_groups(hand):
+    tokens = np.array([5, 6, 7], np.int32)
+    partial = {2: Completion(tokens, np.zeros(3, np.float32), np.zeros(3, np.int32), "")}
+    hand.ask(0, 9, 6, samples=range(SLOTS), partial=partial)
+    hand.finish()
+    assert hand.prefills == [2]
+    hand.assert_exact()
+
+
+def test_two_groups_share_a_prefill_and_neither_row_is_twice_there(hand):
+    hand.ask(0, 9, 4, samples=(0, 1))
+    hand.ask(1, 5, 4, samples=(0, 1))
+    hand.finish()
+    assert hand.prefills == [2]
+    hand.assert_exact()
+
+
+def test_a_step_attends_to_what_the_longest_active_sequence_needs_and_falls_when_it_ends(hand):
+    hand.ask(0, 40, 4)
+    hand.ask(1, 3, 20)
+    hand.finish()
+    # Two dispatches with the long one; the short one then goes from 7 tokens past 16 to 23.
+    assert hand.attended == [64, 64, 16, 16, 16, 16, 32, 32, 32, 32]
+    hand.assert_exact()
+
+
+def test_a_step_attends_to_no_more_than_it_needs_after_a_cancellation(hand):
+    long = hand.ask(0, 40, 20)
+    hand.ask(1, 3, 20)
+    hand.turn(2)
+    hand.scheduler.cancel(long)
+    hand.turn()
+    assert hand.attended == [64, 64, 16]
+
+
+def test_a_step_attends_to_all_of_a_sequence_that_came_while_another_decoded(hand):
+    hand.ask(0, 3, 10)
+    hand.turn()
+    hand.ask(1, 40, 2)  # ends in the one dispatch that it has
+    hand.finish()
+    assert hand.attended == [16, 64, 16, 16, 16]
+    hand.assert_exact()

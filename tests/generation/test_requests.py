@@ -1,0 +1,320 @@
+"""What one request may ask for: its distribution, its ends, its time; on a real engine, turn by turn."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+from areal_jax.generation.engine import Engine, EngineOptions
+from areal_jax.generation.scheduler import Scheduler
+from areal_jax.models.transformer import TransformerConfig, bind, graph, init_params
+from areal_jax.types import Completion, GenerateRequest, Sampling
+
+CONFIG = TransformerConfig(vocab_size=32, d_model=16, layers=2, heads=4, kv_heads=2, head_size=8, d_ff=32, qk_norm=True)
+OPTIONS = EngineOptions(slots=2, max_length=64, decode_steps=4, prefill_rows=2, length_buckets=(16, 64))
+PARAMS = {name: np.asarray(2 * array) for name, array in init_params(CONFIG, jax.random.key(0)).items()}
+
+
+class Letters:
+    """Token i is the letter of that place; 0 ends a sequence and has no text."""
+
+    eos_ids = (0,)
+
+    def decode(self, ids) -> str:
+        return "".join(chr(96 + i) for i in ids if i)
+
+
+ENGINE = Engine(CONFIG, OPTIONS, tokenizer=Letters())
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Server:
+    """A scheduler without its thread: `turn` takes one."""
+
+    def __init__(self, engine: Engine = ENGINE):
+        self.clock = Clock()
+        self.scheduler = Scheduler(engine, engine.load(PARAMS, 0), max_waiting=8, clock=self.clock)
+        self.chunks: dict[int, list] = {}
+        self.errors: dict[int, Exception] = {}
+
+    def ask(self, uid=0, *, samples=(0,), prompt=(1, 2, 3), partial=None, timeout_s=0.0, **sampling) -> int:
+        asked = Sampling(**{"max_new_tokens": 12, "seed": 7, **sampling})
+        request = GenerateRequest(uid, np.array(prompt, np.int32), samples, asked, False, partial or {}, timeout_s)
+        made: list = []
+        ticket = self.scheduler.submit(
+            request, made.extend, lambda error: self.errors.update({len(self.chunks) + 1: error})
+        )
+        self.chunks[ticket] = made
+        return ticket
+
+    def turn(self, turns=1) -> None:
+        for _ in range(turns):
+            self.scheduler._commands.put(lambda: None)  # so that it never waits for one
+            self.scheduler._turn()
+
+    def run(self) -> None:
+        while self.scheduler._tickets:
+            self.turn()
+
+    def completion(self, ticket: int, sample: int = 0) -> Completion:
+        chunks = [chunk for chunk in self.chunks[ticket] if chunk.sample == sample]
+        assert [chunk.finish_reason for chunk in chunks[:-1]] == [""] * (len(chunks) - 1)
+        join = lambda name: np.concatenate([getattr(chunk, name) for chunk in chunks])  # noqa: E731
+        return Completion(join("tokens"), join("logprobs"), join("versions"), chunks[-1].finish_reason)
+
+    @property
+    def slots(self) -> tuple[int, int]:
+        """Slots the scheduler counts as busy, and slots that the device decodes."""
+        return len(self.scheduler._slots), int(np.asarray(self.scheduler._state.active).sum())
+
+
+def answer(**fields) -> Completion:
+    server = Server()
+    ticket = server.ask(**fields)
+    server.run()
+    return server.completion(ticket)
+
+
+def forward_logits(completion: Completion, prompt=(1, 2, 3)) -> np.ndarray:
+    """The logits [T, V] that each token of a completion was drawn from, by one full forward pass."""
+    tokens = np.concatenate([np.array(prompt, np.int32), completion.tokens])[None]
+    model = bind(graph(CONFIG), {name: jax.numpy.asarray(array) for name, array in PARAMS.items()})
+    logits = model.logits(model(tokens, np.arange(tokens.shape[1])[None], np.ones_like(tokens)))
+    return np.asarray(logits, np.float64)[0, len(prompt) - 1 : -1]
+
+
+def logprobs_of(logits_TV: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+    logits_TV = logits_TV - logits_TV.max(-1, keepdims=True)
+    return (logits_TV - np.log(np.exp(logits_TV).sum(-1, keepdims=True)))[np.arange(len(tokens)), tokens]
+
+
+# The distribution
+
+
+@pytest.mark.parametrize(("temperature", "top_k", "top_p"), [(1.0, 3, 1.0), (0.7, 0, 0.6), (1.3, 8, 0.8)])
+def test_logprobs_are_those_of_the_truncated_distribution(temperature, top_k, top_p):
+    made = answer(max_new_tokens=40, temperature=temperature, top_k=top_k, top_p=top_p)
+    logits = forward_logits(made) / temperature
+    for row in logits:
+        order = np.argsort(-row)
+        order = order[: top_k or len(order)]
+        shares = np.cumsum(np.exp(row[order])) / np.exp(row[order]).sum()
+        row[np.setdiff1d(np.arange(32), order[: np.searchsorted(shares, top_p) + 1])] = -np.inf
+    expected = logprobs_of(logits, made.tokens)
+    assert np.isfinite(expected).all()  # no token that may not be drawn
+    np.testing.assert_allclose(made.logprobs, expected, atol=5e-5)
+
+
+def test_a_request_that_truncates_does_not_change_one_bit_of_its_neighbour():
+    alone = answer(uid=4, max_new_tokens=20)
+    server = Server()
+    ticket, other = server.ask(4, max_new_tokens=20), server.ask(5, top_k=2, top_p=0.5, min_p=0.1, min_new_tokens=3)
+    server.run()
+    beside = server.completion(ticket)
+    np.testing.assert_array_equal(beside.tokens, alone.tokens)
+    np.testing.assert_array_equal(beside.logprobs, alone.logprobs)
+    assert server.completion(other).finish_reason == "length"
+
+
+def test_greedy_takes_the_most_likely_token_whatever_is_truncated():
+    plain, truncated = (answer(temperature=0.0, **limits) for limits in ({}, {"top_k": 1, "top_p": 0.1}))
+    np.testing.assert_array_equal(plain.tokens, truncated.tokens)
+    np.testing.assert_array_equal(plain.logprobs, truncated.logprobs)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.0])
+def test_stop_tokens_have_no_mass_before_min_new_tokens(temperature):
+    free = answer(max_new_tokens=40, temperature=temperature).tokens
+    stops = tuple(int(token) for token in dict.fromkeys(free))[:4]
+    assert len(answer(max_new_tokens=40, temperature=temperature, stop_tokens=stops).tokens) == 1
+    made = answer(max_new_tokens=40, temperature=temperature, stop_tokens=stops, min_new_tokens=6)
+    assert made.finish_reason == "stop" and not np.isin(made.tokens[:-1], stops).any() and len(made.tokens) > 6
+    logits = forward_logits(made)
+    logits[:6, list(stops)] = -np.inf  # and the log-probabilities say so
+    np.testing.assert_allclose(made.logprobs, logprobs_of(logits, made.tokens), atol=5e-5)
+
+
+# Ends
+
+
+def test_a_stop_string_ends_a_sample_at_the_token_that_completes_it():
+    free = answer(max_new_tokens=40)
+    text = Letters().decode(free.tokens)
+    for begin, length in ((0, 1), (2, 3), (9, 2), (17, 5)):
+        string = text[begin : begin + length]
+        end = next(n for n in range(1, 41) if string in Letters().decode(free.tokens[:n]))
+        made = answer(max_new_tokens=40, stop_strings=("never there", string))
+        assert made.finish_reason == "stop"
+        np.testing.assert_array_equal(made.tokens, free.tokens[:end])
+        np.testing.assert_array_equal(made.logprobs, free.logprobs[:end])
+
+
+def test_a_stop_string_frees_its_slot_and_what_the_device_made_beyond_is_dropped():
+    free = answer(uid=1, max_new_tokens=40)
+    server = Server()
+    string = Letters().decode(free.tokens[:5])[-3:]
+    tickets = [server.ask(1, max_new_tokens=40, stop_strings=(string,)) for _ in range(2)]
+    after = server.ask(6, max_new_tokens=3)
+    server.turn(2)
+    assert server.slots == (2, 2)
+    server.turn()
+    assert server.slots == (1, 0)  # the third has one of them, and is done on the device
+    server.run()
+    for ticket in tickets:
+        assert Letters().decode(server.completion(ticket).tokens).endswith(string)
+        assert len(server.completion(ticket).tokens) == 5
+    np.testing.assert_array_equal(server.completion(after).tokens, answer(uid=6, max_new_tokens=3).tokens)
+    assert server.scheduler.status()["tokens"] == 5 + 5 + 3
+
+
+def test_a_stop_string_counts_from_min_new_tokens_on_and_goes_on_from_another_server():
+    free = answer(max_new_tokens=40)
+    string = Letters().decode(free.tokens[2:4])
+    assert len(answer(max_new_tokens=40, stop_strings=(string,)).tokens) == 4
+    assert len(answer(max_new_tokens=5, min_new_tokens=4, stop_strings=(string,)).tokens) == 5
+    part = Completion(free.tokens[:3], free.logprobs[:3], free.versions[:3], "")
+    rest = answer(max_new_tokens=40, stop_strings=(string,), partial={0: part})
+    np.testing.assert_array_equal(rest.tokens, free.tokens[3:4])
+
+
+def test_finish_ends_one_sample_and_leaves_the_others():
+    server = Server()
+    ticket = server.ask(samples=(0, 1, 2), max_new_tokens=20)
+    server.turn(2)  # samples 0 and 1 have a slot, 2 waits
+    server.scheduler.finish(ticket, 1)
+    server.scheduler.finish(ticket, 2)
+    server.scheduler.finish(ticket, 2)  # twice is once
+    server.scheduler.finish(99, 0)
+    server.run()
+    assert server.slots == (0, 0) and server.scheduler.status()["waiting"] == 0
+    whole, cut, none = (server.completion(ticket, sample) for sample in range(3))
+    assert [each.finish_reason for each in (whole, cut, none)] == ["length", "stop", "stop"]
+    assert [len(each.tokens) for each in (whole, cut, none)] == [20, 4, 0]
+    server.scheduler.finish(ticket, 0)
+    server.turn()
+
+
+def test_finish_of_the_last_sample_forgets_the_request():
+    server = Server()
+    ticket = server.ask(max_new_tokens=20, timeout_s=5.0)
+    server.turn(2)
+    server.scheduler.finish(ticket, 0)
+    server.turn()
+    assert server.completion(ticket).finish_reason == "stop"
+    assert not server.scheduler._tickets and not server.scheduler._deadlines
+
+
+# Time
+
+
+def test_a_request_past_its_time_gets_an_error_that_says_how_far_it_came_and_its_slots_are_free():
+    server = Server()
+    late = server.ask(3, samples=(0, 1, 2), max_new_tokens=50, timeout_s=2.0)
+    server.turn(2)
+    server.clock.now = 1.9
+    server.turn()
+    assert not server.errors
+    server.clock.now = 2.0
+    server.turn()
+    (error,) = server.errors.values()
+    assert isinstance(error, TimeoutError)
+    assert str(error) == (
+        "prompt 3 was not finished within timeout_s=2: 0 of 3 samples are done, 2 run, 1 wait for a slot, 16 tokens "
+        "are made; ask for fewer tokens or allow more time"
+    )
+    assert server.slots == (0, 0) and server.scheduler.status()["waiting"] == 0
+    assert server.scheduler.telemetry.ended["deadline"] == 3
+    made = sum(len(chunk.tokens) for chunk in server.chunks[late])
+    server.turn(2)
+    assert made == sum(len(chunk.tokens) for chunk in server.chunks[late]) == 16  # nothing comes after the error
+
+
+def test_a_request_that_only_waits_runs_out_of_time_too():
+    server = Server()
+    running = server.ask(1, samples=(0, 1), max_new_tokens=50)
+    server.ask(2, timeout_s=1.0)
+    in_time = server.ask(3, timeout_s=1000.0)
+    server.turn(2)
+    server.clock.now = 1.5
+    server.run()
+    (error,) = server.errors.values()
+    assert "prompt 2 was not finished within timeout_s=1: 0 of 1 samples are done, 0 run, 1 wait" in str(error)
+    assert len(server.completion(running).tokens) == 50 and len(server.completion(in_time).tokens) == 12
+    assert not server.scheduler._deadlines
+
+
+# Refusals
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"top_p": 0.0}, "top_p=0.0 must be above 0 and at most 1"),
+        ({"top_p": 1.5}, "top_p=1.5 must be above 0"),
+        ({"top_p": float("nan")}, "top_p=nan must be above 0"),
+        ({"top_k": -1}, "top_k=-1 must be positive, or 0"),
+        ({"min_p": 1.0}, "min_p=1.0 must be at least 0 .* and below 1"),
+        ({"min_p": -0.1}, "min_p=-0.1 must be at least 0"),
+        ({"temperature": 1e-9}, r"temperature=1e-09 must be 0 \(greedy\) or at least 1e-06"),
+        ({"temperature": float("nan")}, "temperature=nan must be 0"),
+        ({"min_new_tokens": 13}, "min_new_tokens=13 must lie between 0 and max_new_tokens=12"),
+        ({"min_new_tokens": -1}, "min_new_tokens=-1 must lie between 0"),
+        ({"stop_tokens": (-1,)}, "stop token -1 is no token id"),
+        ({"stop_strings": ("a",) * 17}, "17 stop strings; a request may have 16"),
+        ({"stop_strings": ("",)}, "a stop string is empty"),
+        ({"timeout_s": -1.0}, "timeout_s=-1.0 must be positive, or 0"),
+        ({"prompt": (1, 32)}, "token 32 of prompt 0 lies outside of the vocabulary of 32"),
+        ({"prompt": (-1,)}, "token -1 of prompt 0 lies outside"),
+        ({"samples": ()}, r"samples=\(\) of prompt 0 must be at least one index"),
+        ({"samples": (0, 0)}, r"samples=\(0, 0\) of prompt 0 must be at least one index, each once"),
+        ({"samples": (-1,)}, r"samples=\(-1,\) of prompt 0 must be"),
+    ],
+)
+def test_a_request_that_breaks_a_rule_is_refused_by_its_name(fields, message):
+    server = Server()
+    with pytest.raises(ValueError, match=message):
+        server.ask(**fields)
+    assert not server.scheduler._tickets
+
+
+def test_stop_strings_need_a_tokenizer():
+    server = Server(Engine(CONFIG, OPTIONS))
+    with pytest.raises(ValueError, match="stop_strings need a tokenizer, and this engine has none"):
+        server.ask(stop_strings=("a",))
+
+
+def test_bounds_of_what_is_allowed_run():
+    made = answer(
+        top_k=2**40, top_p=1e-300, min_p=1e-300, temperature=1e-6, min_new_tokens=12, stop_strings=("x" * 256,)
+    )
+    assert len(made.tokens) == 12 and np.isfinite(made.logprobs).all()
+
+
+# Compilations
+
+
+def test_nothing_compiles_after_warm_up_whatever_a_request_asks_for():
+    engine = Engine(CONFIG, dataclasses.replace(OPTIONS, slots=3), tokenizer=Letters())
+    engine.warm_up(engine.load(PARAMS, 0))
+    server = Server(engine)
+    warm = server.scheduler.status()["compilations"]
+    server.ask(1)
+    server.ask(2, temperature=0.7, top_k=3, top_p=0.9, min_p=0.01, min_new_tokens=4, stop_tokens=(0, 5))
+    stopped = server.ask(3, stop_strings=tuple("abcdefgh"), max_new_tokens=40)
+    server.ask(4, timeout_s=1.0, max_new_tokens=40)
+    finished = server.ask(5, max_new_tokens=40)
+    server.turn(5)
+    server.scheduler.finish(finished, 0)
+    server.turn()
+    server.clock.now = 2.0
+    server.run()
+    assert server.completion(stopped).finish_reason == "stop"
+    assert len(server.errors) == 1
+    assert server.scheduler.status()["compilations"] == warm

@@ -1,0 +1,302 @@
+"""The official openai client against a server of a tiny random model with a byte-level tokenizer, swaps included."""
+
+import json
+import threading
+import urllib.request
+
+import jax
+import numpy as np
+import pytest
+import tokenizers
+from prometheus_client.parser import text_string_to_metric_families
+from tokenizers import decoders, models, pre_tokenizers
+
+from areal_jax.generation.engine import Engine, EngineOptions
+from areal_jax.generation.scheduler import Scheduler
+from areal_jax.models.logprobs import from_logits
+from areal_jax.models.transformer import TransformerConfig, bind, graph, init_params
+from areal_jax.tokenizer import Tokenizer
+from areal_jax.transport.http_server import HttpServer, Model
+
+openai = pytest.importorskip("openai")
+
+NAME, EOS, SLOTS = "tiny", 256, 4
+CONFIG = TransformerConfig(
+    vocab_size=260, live_vocab=259, d_model=16, layers=2, heads=4, kv_heads=2, head_size=8, d_ff=32, qk_norm=True
+)
+TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}: {{ message.content }}<|im_end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    """A token per byte, and three special ones."""
+    directory = tmp_path_factory.mktemp("model")
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    plain = tokenizers.Tokenizer(models.BPE({letter: index for index, letter in enumerate(alphabet)}, []))
+    plain.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    plain.decoder = decoders.ByteLevel()
+    plain.add_special_tokens(["<eos>", "<|im_start|>", "<|im_end|>"])
+    plain.save(str(directory / "tokenizer.json"))
+    special = {"eos_token": "<eos>", "chat_template": TEMPLATE}
+    (directory / "tokenizer_config.json").write_text(json.dumps(special))
+    loaded = Tokenizer.load(directory)
+    assert loaded.eos_ids == (EOS,) and loaded.vocab_size == 259
+    return loaded
+
+
+@pytest.fixture(scope="module")
+def engine(tokenizer):
+    options = EngineOptions(slots=SLOTS, max_length=96, decode_steps=2, prefill_rows=2, length_buckets=(96,))
+    return Engine(CONFIG, options, tokenizer=tokenizer)
+
+
+def params_of(seed):
+    return {name: np.asarray(2 * array) for name, array in init_params(CONFIG, jax.random.key(seed)).items()}
+
+
+@pytest.fixture
+def scheduler(engine):
+    made = Scheduler(engine, engine.load(params_of(0), 0), max_waiting=16)
+    made.start()
+    yield made
+    made.stop()
+
+
+@pytest.fixture
+def server(scheduler, tokenizer):
+    made = HttpServer(Model(NAME, tokenizer, 96), address="127.0.0.1:0")
+    made.serve(scheduler)
+    yield made
+    made.stop()
+
+
+@pytest.fixture
+def client(server):
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60) as made:
+        yield made
+
+
+IDS = {"return_token_ids": True}
+
+
+def complete(client, *, extra=(), **fields):
+    asked = {"model": NAME, "prompt": "ab", "max_tokens": 12, "seed": 3, **fields}
+    return client.completions.create(**asked, extra_body={**IDS, **dict(extra)})
+
+
+def chat(client, *, extra=(), **fields):
+    messages = [{"role": "user", "content": "Hé"}]
+    asked = {"model": NAME, "messages": messages, "max_completion_tokens": 12, "seed": 3, **fields}
+    return client.chat.completions.create(**asked, extra_body={**IDS, **dict(extra)})
+
+
+def logprobs_by_hand(prompt, answer, params, without=()):
+    """Of the answer's tokens by one forward of the whole, over the ids that the tokenizer defines less `without`."""
+    tokens = np.array([*prompt, *answer], np.int32)
+    model = bind(graph(CONFIG), params)
+    logits = model.logits(model(tokens[None], np.arange(len(tokens))[None], np.ones((1, len(tokens)), np.int32)))
+    logits = logits.at[..., list(without)].set(-np.inf) if without else logits
+    return np.asarray(from_logits(logits[0, :-1], tokens[1:], temperature=1.0)[0])[len(prompt) - 1 :]
+
+
+def test_models_are_listed_and_an_unknown_one_is_404(client):
+    assert [model.id for model in client.models.list()] == [NAME]
+    assert client.models.retrieve(NAME).max_model_len == 96
+    with pytest.raises(openai.NotFoundError, match="'other' is not served here; 'tiny' is"):
+        complete(client, model="other")
+
+
+def test_a_completion_counts_its_tokens_and_its_token_ids_are_its_text(client, tokenizer):
+    answer = complete(client, logprobs=0)
+    choice = answer.choices[0]
+    assert (answer.object, answer.model, answer.system_fingerprint) == ("text_completion", NAME, "version-0")
+    assert choice.prompt_token_ids == tokenizer.encode("ab")
+    assert choice.text == tokenizer.decode(choice.token_ids)
+    assert choice.finish_reason == ("stop" if choice.token_ids[-1] == EOS else "length")
+    assert answer.usage.prompt_tokens == 2
+    assert answer.usage.completion_tokens == len(choice.token_ids) == len(choice.versions)
+    assert answer.usage.total_tokens == 2 + len(choice.token_ids)
+    np.testing.assert_allclose(
+        choice.token_logprobs, logprobs_by_hand([*choice.prompt_token_ids], choice.token_ids, params_of(0)), atol=5e-5
+    )
+    assert choice.logprobs.token_logprobs == choice.token_logprobs
+    assert "".join(choice.logprobs.tokens) == choice.text
+    ends = [*choice.logprobs.text_offset[1:], len(choice.text)]
+    spans = zip(choice.logprobs.text_offset, ends, strict=True)
+    assert [choice.text[begin:end] for begin, end in spans] == choice.logprobs.tokens
+
+
+def test_the_same_seed_gives_the_same_answer_whatever_form_the_prompt_has(client, tokenizer):
+    first = complete(client).choices[0].token_ids
+    assert complete(client, prompt=tokenizer.encode("ab")).choices[0].token_ids == first
+    assert complete(client, prompt=[tokenizer.encode("ab"), [5]], n=2).choices[0].token_ids == first
+    assert complete(client, seed=4).choices[0].token_ids != first
+    unseeded = {tuple(complete(client, seed=None).choices[0].token_ids) for _ in range(2)}
+    assert len(unseeded) == 2
+
+
+def test_n_answers_to_each_of_several_prompts_lie_in_their_order(client):
+    answer = complete(client, prompt=["a", "bc"], n=3)
+    assert [choice.index for choice in answer.choices] == list(range(6))
+    assert [len(choice.prompt_token_ids) for choice in answer.choices] == [1, 1, 1, 2, 2, 2]
+    assert len({tuple(choice.token_ids) for choice in answer.choices}) == 6
+    assert answer.usage.prompt_tokens == 3
+    assert answer.usage.completion_tokens == sum(len(choice.token_ids) for choice in answer.choices)
+
+
+def test_a_chat_goes_through_the_models_template(client, tokenizer):
+    answer = chat(client, logprobs=True, n=2)
+    for choice in answer.choices:
+        assert choice.prompt_token_ids == tokenizer.encode_chat([{"role": "user", "content": "Hé"}])
+        assert (choice.message.role, choice.message.content) == ("assistant", tokenizer.decode(choice.token_ids))
+        assert [entry.logprob for entry in choice.logprobs.content] == choice.token_logprobs
+        assert "".join(entry.token for entry in choice.logprobs.content) == choice.message.content
+        assert all(bytes(entry.bytes).decode() == entry.token for entry in choice.logprobs.content)
+
+
+@pytest.mark.parametrize("ask", [complete, chat])
+def test_a_stream_joins_to_the_answer_that_is_not_streamed(client, ask):
+    whole = ask(client, n=2)
+    events = list(ask(client, n=2, stream=True, stream_options={"include_usage": True}))
+    assert events[-1].usage == whole.usage and events[-1].choices == []
+    assert all(event.usage is None for event in events[:-1])
+    assert len({event.id for event in events}) == 1
+    for choice in whole.choices:
+        parts = [part for event in events for part in event.choices if part.index == choice.index]
+        assert len(parts) > 2
+        assert [t for part in parts for t in part.token_ids] == choice.token_ids
+        assert [p for part in parts for p in part.token_logprobs] == choice.token_logprobs
+        assert parts[0].prompt_token_ids == choice.prompt_token_ids
+        assert parts[-1].finish_reason == choice.finish_reason
+        assert all(part.finish_reason is None for part in parts[:-1])
+        if ask is chat:
+            assert "".join(part.delta.content for part in parts) == choice.message.content
+            assert [part.delta.role for part in parts] == ["assistant"] + [None] * (len(parts) - 1)
+        else:
+            assert "".join(part.text for part in parts) == choice.text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_stop_string_ends_the_text_before_it_and_the_tokens_with_it(client, tokenizer, stream):
+    whole = complete(client, max_tokens=40, temperature=1.0).choices[0]
+    text = whole.text
+    at = next(at for at in range(4, len(text) - 2) if text[at] not in text[:at] and "�" not in text[at : at + 2])
+    stop = text[at : at + 2]  # of two characters, so that the first one has to be held back
+    answer = complete(client, max_tokens=40, stop=["never there", stop], stream=stream)
+    choices = [choice for event in answer for choice in event.choices] if stream else answer.choices
+    tokens = [token for choice in choices for token in choice.token_ids]
+    assert "".join(choice.text for choice in choices) == text[:at]
+    assert choices[-1].finish_reason == "stop"
+    assert tokens == whole.token_ids[: len(tokens)]
+    assert stop in tokenizer.decode(tokens) and stop not in tokenizer.decode(tokens[:-1])
+
+
+def test_sampling_parameters_reach_the_sampler(client):
+    greedy = complete(client, temperature=0).choices[0]
+    assert complete(client, temperature=0, seed=9).choices[0].token_ids == greedy.token_ids
+    only = complete(client, extra={"top_k": 1}, seed=9).choices[0]
+    assert only.token_ids == greedy.token_ids
+    np.testing.assert_allclose(only.token_logprobs, 0.0, atol=1e-6)  # what is left of the distribution is one token
+    assert complete(client, top_p=1e-6, seed=9).choices[0].token_ids == greedy.token_ids
+    assert complete(client, extra={"min_p": 0.999}, seed=9).choices[0].token_ids == greedy.token_ids
+    stopped = complete(client, temperature=0, extra={"stop_token_ids": [greedy.token_ids[0]]}).choices[0]
+    assert (stopped.token_ids, stopped.text, stopped.finish_reason) == (greedy.token_ids[:1], "", "stop")
+    later = {"stop_token_ids": [greedy.token_ids[0]], "min_tokens": 3}
+    assert len(complete(client, temperature=0, extra=later).choices[0].token_ids) > 3
+
+
+def test_errors_are_the_clients_own_exceptions(client):
+    with pytest.raises(openai.BadRequestError, match="unknown parameter temprature") as caught:
+        complete(client, extra={"temprature": 1})
+    assert caught.value.param == "temprature"
+    with pytest.raises(openai.BadRequestError, match="this server holds 96 per sequence"):
+        complete(client, max_tokens=95)
+    with pytest.raises(openai.RateLimitError, match="generation.max_waiting=16"):
+        complete(client, n=17)
+    with pytest.raises(openai.APIStatusError, match="timeout_s=1e-06") as caught:
+        complete(client, max_tokens=90, extra={"timeout_s": 1e-6})
+    assert caught.value.status_code == 408
+
+
+def test_a_client_that_leaves_its_stream_frees_the_slots(client, scheduler):
+    went_on = threading.Event()
+    with complete(client, prompt=["a", "b"], n=2, max_tokens=90, stream=True, extra={"min_tokens": 90}) as stream:
+        next(iter(stream))
+    for _ in range(500):
+        if scheduler.status()["active"] == 0:
+            break
+        went_on.wait(0.01)
+    assert scheduler.status()["active"] == 0
+    assert scheduler.telemetry.ended["cancelled"] >= 1
+
+
+@pytest.mark.parametrize("ask", [complete, chat])
+def test_weights_that_come_in_mid_sequence_show_in_versions_and_logprobs(client, scheduler, ask):
+    params = {version: params_of(version) for version in range(3)}
+    tokens, logprobs, versions, fingerprints = ([], [], [], [])
+    prompt = None
+    limit = {"max_tokens" if ask is complete else "max_completion_tokens": 60}
+    for event in ask(client, **limit, stream=True, extra={"min_tokens": 60}):  # so that <eos> has no probability
+        part = event.choices[0]
+        prompt = prompt or part.prompt_token_ids
+        tokens += part.token_ids
+        logprobs += part.token_logprobs
+        versions += part.versions
+        fingerprints.append(event.system_fingerprint)
+        for version, after in ((1, 4), (2, 20)):
+            if len(tokens) >= after and scheduler.status()["version"] < version:
+                scheduler.update_weights(params[version], version).result(60)
+    assert len(tokens) == 60
+    assert sorted(set(versions)) == [0, 1, 2] and versions == sorted(versions)
+    assert fingerprints[0] == "version-0" and fingerprints[-1] == "version-2"
+    versions = np.array(versions)
+    for version in range(3):
+        expected, here = logprobs_by_hand(prompt, tokens, params[version], without=(EOS,)), versions == version
+        np.testing.assert_allclose(np.array(logprobs)[here], expected[here], atol=5e-5)
+
+
+def test_the_answer_names_the_newest_weights_in_it(client, scheduler):
+    scheduler.update_weights(params_of(1), 1).result(60)
+    assert complete(client).system_fingerprint == "version-1"
+    assert set(complete(client).choices[0].versions) == {1}
+
+
+def scrape(server):
+    """name (with its labels) -> value."""
+    with urllib.request.urlopen(f"{server.url}/metrics", timeout=30) as answer:
+        text = answer.read().decode()
+    samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+    return {"".join([s.name.removeprefix("areal_generation_"), *s.labels.values()]): s.value for s in samples}
+
+
+def test_prometheus_counts_what_was_sent(client, scheduler, server, engine):
+    before = scrape(server)
+    assert before["slots"] == SLOTS and before["ready"] == 1
+    # 2 layers, keys and values, 4 slots of 96 tokens, 2 heads of size 8, 4 bytes
+    assert before["cache_bytes"] == 2 * 2 * SLOTS * 96 * 2 * 8 * 4
+    assert before["weight_bytes"] == sum(array.nbytes for array in params_of(0).values())
+    answers = [complete(client, prompt=["a", "bcd"], n=2), complete(client), chat(client)]
+    with pytest.raises(openai.RateLimitError):
+        complete(client, n=17)
+    scheduler.update_weights(params_of(1), 1).result(60)
+    after = scrape(server)
+    grown = {name: after[name] - before[name] for name in before}
+    tokens = sum(answer.usage.completion_tokens for answer in answers)
+    assert grown["requests_total"] == 4
+    assert grown["samples_total"] == 6
+    assert grown["tokens_total"] == tokens
+    assert grown["prompt_tokens_total"] == 1 + 3 + 2 + answers[2].usage.prompt_tokens
+    reasons = [choice.finish_reason for answer in answers for choice in answer.choices]
+    for reason in ("stop", "length"):
+        assert grown[f"ended_samples_total{reason}"] == reasons.count(reason)
+    assert grown["refused_requests_totalbusy"] == 1
+    assert grown["time_to_first_token_seconds_count"] == 6
+    assert grown["time_to_first_token_seconds_bucket+Inf"] == 6
+    assert grown["time_to_first_token_seconds_sum"] > 0
+    assert grown["swap_stall_seconds_count"] == grown["swaps_total"] == 1
+    assert grown["busy_seconds_total"] > 0
+    assert (after["weights_version"], after["slots_in_use"], after["queue_samples"]) == (1, 0, 0)
+    assert after["tokens_per_second"] <= tokens / 10
