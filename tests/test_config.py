@@ -223,3 +223,15 @@ def test_slots_hold_max_length_tokens_and_a_run_refuses_one_that_is_too_short(tm
     config.generation.max_length = 159
     with pytest.raises(ValueError, match=r"max_length=159 is less than the longest sequence, 160 tokens"):
         check(build(config))
+
+
+@pytest.mark.parametrize(("path", "value"), [("generation.tensor", 2), ("trainer.dtype", "bfloat16")])
+def test_equal_bits_are_promised_on_one_device_in_one_dtype(path, value, tmp_path):
+    config = default_config()
+    config.model.path = str(tmp_path)
+    config.eval.data = config.data.train = config.reward.function = "areal_jax.config:get_config"
+    config.generation.batch_invariant = True
+    check(build(config))
+    config.update_from_flattened_dict({path: value})
+    with pytest.raises(ValueError, match="set generation.tensor=1 and both dtypes alike"):
+        check(build(config))

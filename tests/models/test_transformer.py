@@ -225,7 +225,9 @@ def test_ids_that_are_not_live_are_never_sampled():
     slots = jnp.arange(2000, dtype=jnp.uint32)
     keys = sampling.request_keys(slots, slots, slots)
     for temperature in (0.0, 0.3, 1.0, 100.0):
-        tokens, logprobs = sampling.sample(logits_SV, keys, jnp.zeros(2000, jnp.int32), jnp.full(2000, temperature))
+        tokens, logprobs = sampling.sample(
+            logits_SV, jnp.full(2000, -jnp.inf), keys, jnp.zeros(2000, jnp.int32), jnp.full(2000, temperature)
+        )
         assert tokens.max() < 30 and np.isfinite(logprobs).all()
         expected, _ = from_logits(logits_SV[:, :30], tokens, temperature=temperature or 1.0)
         np.testing.assert_allclose(logprobs, expected, atol=1e-5)
