@@ -12,7 +12,8 @@ from typing import Any
 import jax
 from absl import flags
 
-OUT = flags.DEFINE_string("out", None, "Directory for the results.", required=True)  # of every experiment
+# Of every experiment. The tests import several commands into one process, each with its own --out.
+OUT = flags.DEFINE_string("out", None, "Directory for the results.", required=True, allow_override=True)
 CONFIG = str(pathlib.Path(__file__).parents[1] / "configs" / "math.py")
 
 Line = dict[str, Any]
