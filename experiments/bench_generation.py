@@ -47,12 +47,6 @@ MODELS = ("smollm2", "default")
 AGREEING = 8  # first tokens of a request that must be those of Hugging Face
 CURVE_SLOTS = 16
 
-_OUT = runs.OUT
-_MODEL = flags.DEFINE_enum("model", "both", (*MODELS, "both"), "Which model.", allow_override=True)
-_PARTS = flags.DEFINE_list("parts", list(PARTS), f"Which parts, of {', '.join(PARTS)}.")
-_SECONDS = flags.DEFINE_float("seconds", 120.0, "Seconds of measuring per part, at least two repetitions in any case.")
-_DTYPE = flags.DEFINE_enum("dtype", "float32", ("float32", "bfloat16"), "Of our weights and cache.")
-
 
 def main(argv: Sequence[str]) -> None:
     del argv
@@ -208,4 +202,11 @@ def plot(path: pathlib.Path, results: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
+    _OUT = runs.OUT
+    _MODEL = flags.DEFINE_enum("model", "both", (*MODELS, "both"), "Which model.")
+    _PARTS = flags.DEFINE_list("parts", list(PARTS), f"Which parts, of {', '.join(PARTS)}.")
+    _SECONDS = flags.DEFINE_float(
+        "seconds", 120.0, "Seconds of measuring per part, at least two repetitions in any case."
+    )
+    _DTYPE = flags.DEFINE_enum("dtype", "float32", ("float32", "bfloat16"), "Of our weights and cache.")
     app.run(main)
