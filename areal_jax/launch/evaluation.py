@@ -143,7 +143,9 @@ def _answering_interrupts(progress: Progress) -> Iterator[None]:
 
     That may take long: Python comes to it only when the main thread is back from compiling, and the engine ends its
     step first. The interpreter writes the number of a signal to the wake-up descriptor without waiting for a thread.
+    A shell's background job starts with the signal ignored, which Python leaves so; here it is answered there, too.
     """
+    ignored = signal.signal(signal.SIGINT, signal.default_int_handler)
     ours, theirs = socket.socketpair()
     theirs.setblocking(False)  # set_wakeup_fd wants that
 
@@ -160,6 +162,7 @@ def _answering_interrupts(progress: Progress) -> Iterator[None]:
         yield
     finally:
         signal.set_wakeup_fd(previous)
+        signal.signal(signal.SIGINT, ignored)
         theirs.close()  # the thread ends
         thread.join()
         ours.close()

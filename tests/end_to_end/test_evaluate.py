@@ -142,6 +142,7 @@ def test_ctrl_c_keeps_what_was_judged_and_the_same_command_goes_on(finished, tmp
     job.wait_until(lambda: len(job.lines(out, "completions")) >= 3, 60, "three problems")
     process.send_signal(signal.SIGINT)
     status, _, err = job.end(process)
+    assert "stopping ..." in err and "stopped: " in err, err
     assert err.index("stopping ...") < err.index("stopped: ")
     kept = job.lines(out, "completions")
     assert status == 130
