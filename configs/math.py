@@ -3,7 +3,7 @@
     python -m areal_jax.main --config=configs/math.py
 
 Asynchronous RL (AReaL, arXiv 2505.24298) in three local processes, weights swapped in mid sequence. Two CPU cores,
-about two minutes; numbers in experiments/README.md. Expect the held-out score to rise from below 0.4 to above 0.95,
+one or two minutes; numbers in experiments/README.md. Expect the held-out score to rise from 0.4 to above 0.95,
 while the model finds that writing out the steps pays.
 """
 
