@@ -37,6 +37,7 @@ def fails(tmp_path, settings, *, within_s):
         ({"model.path": "/nowhere/model"}, ["config.model.path=/nowhere/model", "no such directory"]),
         ({"data.train": "/nowhere/train.jsonl"}, ["config.data.train=/nowhere/train.jsonl", "no such file"]),
         ({"eval.data": "areal_jax.nothing:Prompts"}, ["config.eval.data", "areal_jax.nothing"]),
+        ({"data.options.nosuch": 3}, ["data.options={'nosuch': 3} do not fit data.train="]),
         ({"trainer.token_budget": 64}, ["config.trainer.token_budget=64", "112 tokens", "at least 112"]),
         ({"trainer.prompts_per_step": 7}, ["prompts_per_step=7", "multiple of", "minibatches=2"]),
     ],

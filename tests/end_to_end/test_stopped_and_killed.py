@@ -90,6 +90,8 @@ def test_ctrl_c_ends_with_130_and_a_checkpoint_of_the_last_version(starts, run_d
     start = starts["Ctrl-C"]
     assert (start.status, start.err) == (130, "")
     assert start.version == start.checkpoint >= 3
+    assert "stopping: the trainer ends its step" in start.out
+    assert f"the same command goes on from version {start.checkpoint}" in start.out
     assert start.seconds < 15
 
 

@@ -212,16 +212,18 @@ def test_writing_asks_for_one_parameter_at_a_time_and_converts_it(tmp_path):
 def test_the_index_says_which_files_are_the_model(tmp_path):
     """Mistral's repositories hold the weights a second time, as consolidated.safetensors with names of its own."""
     config = config_of()
-    write_params(tmp_path, config, random_params(config), shard_bytes=4000)
+    params = random_params(config)
+    write_params(tmp_path, config, params, shard_bytes=4000)
     save_file({"tok_embeddings.weight": np.zeros(3, np.float32)}, tmp_path / "consolidated.safetensors")
-    load_model(tmp_path)
+    assert load_model(tmp_path)[1].keys() == params.keys()
 
 
 def test_files_without_an_index_are_all_read(tmp_path):
     config = config_of()
-    write_params(tmp_path, config, random_params(config), shard_bytes=4000)
+    params = random_params(config)
+    write_params(tmp_path, config, params, shard_bytes=4000)
     (tmp_path / safetensors_files.INDEX).unlink()
-    load_model(tmp_path)
+    assert load_model(tmp_path)[1].keys() == params.keys()
 
 
 def test_stored_tensors_that_follow_from_others_are_harmless(tmp_path):

@@ -1,0 +1,42 @@
+"""What a run will ask, looked at before anything starts."""
+
+import dataclasses
+import json
+
+import pytest
+
+from areal_jax import config as config_lib
+from areal_jax.launch import preview
+from configs import math
+
+
+@pytest.fixture
+def config(tmp_path):
+    """Two training problems, of 4 and of 7 words; every word is one token of the default model."""
+    rows = [
+        {"question": "x: 3 +4 answer:", "answer": "7"},
+        {"question": "x: 3 +4 -2 +1 double answer:", "answer": "12"},
+    ]
+    (tmp_path / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    values = math.get_config()
+    values.data.train = str(tmp_path / "train.jsonl")
+    values.data.options = {"order": "file"}
+    values.data.max_prompt_tokens = 6
+    return config_lib.build(values)
+
+
+def test_the_report_shows_the_first_problem_and_counts_those_over_the_limit(config):
+    lines = preview.report(config).splitlines()
+    assert lines[0] == "data.train: 2 problems"
+    assert "1 over data.max_prompt_tokens=6" in lines[1]
+    assert lines[3] == "    | x: 3 +4 answer:"
+    assert lines[4] == "  its reference answer: '7'"
+    assert "eval.data: problems without end" in lines
+
+
+def test_a_wrong_option_is_told_before_anything_starts(config):
+    preview.check(config)
+    data = dataclasses.replace(config.data, options={"templat": "{prompt}"})
+    wrong = dataclasses.replace(config, data=data)
+    with pytest.raises(ValueError, match=r"data\.options\.templat is no option .* nearest is data\.options\.template"):
+        preview.check(wrong)
