@@ -12,12 +12,10 @@ from configs import math
 
 @pytest.fixture
 def config(tmp_path):
-    """Two training problems, of 4 and of 7 words; every word is one token of the default model."""
-    rows = [
-        {"question": "x: 3 +4 answer:", "answer": "7"},
-        {"question": "x: 3 +4 -2 +1 double answer:", "answer": "12"},
-    ]
-    (tmp_path / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    """Three training problems, of 4, 7 and 7 words; every word is one token of the default model."""
+    short = {"question": "x: 3 +4 answer:", "answer": "7"}
+    long = {"question": "x: 3 +4 -2 +1 double answer:", "answer": "12"}
+    (tmp_path / "train.jsonl").write_text("\n".join(map(json.dumps, (short, long, long))))
     values = math.get_config()
     values.data.train = str(tmp_path / "train.jsonl")
     values.data.options = {"order": "file"}
@@ -27,8 +25,8 @@ def config(tmp_path):
 
 def test_the_report_shows_the_first_problem_and_counts_those_over_the_limit(config):
     lines = preview.report(config).splitlines()
-    assert lines[0] == "data.train: 2 problems"
-    assert "1 over data.max_prompt_tokens=6" in lines[1]
+    assert lines[0] == "data.train: 3 problems"
+    assert "2 over data.max_prompt_tokens=6" in lines[1]
     assert lines[3] == "    | x: 3 +4 answer:"
     assert lines[4] == "  its reference answer: '7'"
     assert "eval.data: problems without end" in lines
