@@ -10,8 +10,8 @@ out the rows set trainer.token_budget to n * 32768, as the paper's budget is for
 
 Hardware: the paper's is 16 hosts of 8 H800, of which three quarters generate. Expected there after 250 steps, 14.8 h:
 AIME24 avg@32 of 42.2 (29.3 before). These numbers are the paper's; this project has not run the recipe, and at full
-length it cannot yet: attention here holds the scores of a row as one array, and `--dry_run` shows what that takes for
-32,768 tokens. Nor can a trainer here span several hosts, as the paper's does.
+length it does not fit an H800 yet: nothing is recomputed in the backward pass, and `--dry_run` shows what the
+activations of 32,768 tokens take. Nor can a trainer here span several hosts, as the paper's does.
 """
 
 import os

@@ -119,9 +119,9 @@ def _generation(config: Config, model: TransformerConfig) -> str:
 
 
 def count(model: TransformerConfig) -> tuple[int, int]:
-    """Parameters, and how many of them are embeddings or the head on the vocabulary."""
-    sizes = {name: math.prod(leaf.shape) for name, leaf in transformer.param_shapes(model).items()}
-    return sum(sizes.values()), sum(size for name, size in sizes.items() if name in ("embedding", "head.kernel"))
+    """Parameters, and how many of them are embeddings or the head on the vocabulary; padding is none."""
+    tables = 1 if model.tied_embeddings else 2
+    return transformer.param_count(model), tables * model.vocab_size * model.d_model
 
 
 def trainer_bytes(config: Config, model: TransformerConfig, mesh: AbstractMesh) -> dict[str, int]:
@@ -181,7 +181,8 @@ def generator_bytes(config: Config, model: TransformerConfig) -> dict[str, int]:
 
 def host_bytes(config: Config, model: TransformerConfig) -> dict[str, int]:
     """Bytes of the host's memory that weights take on their way to the servers."""
-    version = _itemsize(config.generation.dtype) * count(model)[0]
+    numbers = sum(math.prod(leaf.shape) for leaf in transformer.param_shapes(model).values())
+    version = _itemsize(config.generation.dtype) * numbers
     return {
         "one version of the weights": version,
         f"at most {VERSIONS_ON_HOST} of them, in shared memory": VERSIONS_ON_HOST * version,
