@@ -31,6 +31,7 @@ from jax import Array
 from areal_jax.generation import sampling
 from areal_jax.generation.engine import DecodeState, Engine, Weights, empty_requests
 from areal_jax.models import attention
+from areal_jax.models.kv_cache import LayerCache
 from areal_jax.models.transformer import Params, TransformerConfig, bind, graph, param_shapes
 from experiments.bench_workload import Bench, medians, take_turns, timed
 
@@ -227,11 +228,9 @@ def layer_products(hidden_SD: Array, params: Params) -> Array:
     return hidden_SD
 
 
-def attention_of_layers(
-    query_SNH: Array, cached: tuple[tuple[Array, Array], ...], length_S: Array, *, attended: int
-) -> Array:
-    for keys, values in cached:
-        query_SNH = attention.decode_attention(query_SNH, keys, values, length_S - 1, attended=attended)
+def attention_of_layers(query_SNH: Array, cached: tuple[LayerCache, ...], length_S: Array, *, attended: int) -> Array:
+    for layer in cached:
+        query_SNH = attention.decode_attention(query_SNH, layer, length_S - 1, attended=attended)
     return query_SNH
 
 

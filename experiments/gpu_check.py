@@ -11,6 +11,7 @@ exit status is 1 when a check failed. Called by gpu_check.sh. Runs on a CPU too,
 Shapes: B rows, L tokens, S slots, N query heads, K key/value heads, H head size.
 """
 
+import dataclasses
 import functools
 import json
 import pathlib
@@ -28,6 +29,7 @@ from jax import Array
 from areal_jax.generation.engine import Engine, EngineOptions, empty_requests
 from areal_jax.models import attention, attention_kernels, sharding
 from areal_jax.models.attention import PLAIN, Kernels
+from areal_jax.models.kv_cache import CacheLayout
 from areal_jax.models.logprobs import from_logits
 from areal_jax.models.transformer import TransformerConfig, bind, cast, graph, init_params
 from experiments import runs
@@ -82,18 +84,19 @@ def attention_lines(length: int) -> list[Line]:
     kernels = attention_kernels.kernels_for("auto", mesh)
     return [
         line
-        for name, (program, arguments) in attention_programs(length).items()
+        for name, (program, arguments) in attention_programs(length, kernels.cache).items()
         for line in _compared(name, getattr(kernels, name.split()[0]), program, arguments, kernels)
     ]
 
 
-def attention_programs(length: int) -> dict[str, tuple[Callable[..., Any], tuple[Array, ...]]]:
+def attention_programs(length: int, layout: CacheLayout) -> dict[str, tuple[Callable[..., Any], tuple[Array, ...]]]:
     """Name -> (program of kernels and arrays, bfloat16 arrays); the first word of a name is the kernel's field."""
     N, K, H = MODEL.heads, MODEL.kv_heads, MODEL.head_size
     keys = jax.random.split(jax.random.key(0), 3)
     rows = [
         jax.random.normal(key, (4, length, heads, H), jnp.bfloat16) for key, heads in zip(keys, (N, K, K), strict=True)
     ]
+    cached = [jnp.einsum(f"sckh->{layout.keys}", rows[1]), jnp.einsum(f"sckh->{layout.values}", rows[2])]
     segments = jnp.asarray(np.sort(np.random.default_rng(0).integers(0, 4, (4, length))), jnp.int32)
     positions = jnp.asarray([0, length // 3, length - 1, length], jnp.int32)
 
@@ -107,21 +110,22 @@ def attention_programs(length: int) -> dict[str, tuple[Callable[..., Any], tuple
         return jax.grad(lambda *a: jnp.sum(jnp.sin(packed(kernels, *a).astype(jnp.float32))), (0, 1, 2))(*arrays)
 
     def decode(kernels: Kernels, query: Array, key: Array, value: Array) -> Array:
-        return attention.decode_attention(query[:, 0], key, value, positions, kernels=kernels)
+        return attention.decode_attention(query, ((key, value),), positions, attended=length, kernels=kernels)
 
     return {
         "causal": (causal, (*rows,)),
         "packed": (packed, (*rows,)),
         "packed gradient": (gradient, (*rows,)),
-        "decode": (decode, (*rows,)),
+        "decode": (decode, (rows[0][:, 0], *cached)),
     }
 
 
 def _compared(
     name: str, kernel: Any, program: Callable[..., Any], arguments: tuple[Array, ...], kernels: Kernels
 ) -> list[Line]:
+    plain_form = dataclasses.replace(PLAIN, cache=kernels.cache)
     refusal = kernel.refusal(*arguments[:2]) if kernel is not None else "there is none for this backend"
-    by_kernel, plain = (jax.jit(functools.partial(program, form)) for form in (kernels, PLAIN))
+    by_kernel, plain = (jax.jit(functools.partial(program, form)) for form in (kernels, plain_form))
     with jax.default_matmul_precision("highest"):
         exact = plain(*(array.astype(jnp.float32) for array in arguments))
     error = _error(by_kernel(*arguments), exact)

@@ -30,7 +30,8 @@ from jetstream.engine import engine_api, tokenizer_pb2
 from areal_jax.generation import placement, sampling
 from areal_jax.generation.buckets import PrefillShapes, default_buckets
 from areal_jax.generation.jetstream_tokenizer import JetStreamTokenizer
-from areal_jax.models import attention_kernels, decode
+from areal_jax.models import attention_kernels, decode, kv_cache
+from areal_jax.models.kv_cache import CacheLayout, KVCache
 from areal_jax.models.logprobs import from_logits_of
 from areal_jax.models.transformer import Params, Transformer, TransformerConfig, bind, graph, param_shapes
 
@@ -49,7 +50,7 @@ class Weights:
 class DecodeState:
     """Everything that a decode step changes; donated to it."""
 
-    cache: decode.KVCache
+    cache: KVCache
     tokens: Array  # [S, C] int32, prompt and completion
     length: Array  # [S] int32, known tokens
     prompt_length: Array  # [S] int32
@@ -93,7 +94,7 @@ class Decoded:
 class Prefix:
     """The result of a JetStream prefill: one row of keys and values, its tokens and how many of them are real."""
 
-    rows: tuple[decode.LayerCache, ...]
+    rows: decode.Rows
     tokens: Array  # [1, L] int32
     length: Array  # [] int32
 
@@ -137,15 +138,18 @@ class Engine(engine_api.Engine):
         self._tokenizer = tokenizer
         self._inserted = 0  # sequences that came through JetStream; each samples with a key of its own
         self._mesh = mesh = placement.make_mesh(config, options.tensor, tuple(devices) or jax.devices())
-        graphdef = graph(config, attention_kernels.kernels_for(config.kernels, mesh))
+        kernels = attention_kernels.kernels_for(config.kernels, mesh)
+        graphdef = graph(config, kernels)
+        self._layout = kernels.cache
         draw = _draw_batch_invariant if config.kernels == "batch_invariant" else _draw
-        everywhere, cache = placement.everywhere(mesh), placement.cache(mesh)
+        everywhere = placement.everywhere(mesh)
         # Inputs are where these put their results, or numpy arrays, which every device gets.
-        self._shardings = state = _state_shardings(cache, everywhere)
-        self._prefill = jax.jit(functools.partial(_prefill, graphdef), out_shardings=cache)
-        self._insert = jax.jit(_insert, donate_argnames="state", out_shardings=state)
+        self._shardings = state = _state_shardings(placement.cache(mesh, self._layout), everywhere)
+        self._prefill = jax.jit(functools.partial(_prefill, graphdef), out_shardings=placement.rows(mesh))
+        insert, rebuild = (functools.partial(program, self._layout) for program in (_insert, _rebuild))
+        self._insert = jax.jit(insert, donate_argnames="state", out_shardings=state)
         self._history = jax.jit(_history, static_argnames="length", out_shardings=everywhere)
-        self._rebuild = jax.jit(_rebuild, donate_argnames="state", out_shardings=state)
+        self._rebuild = jax.jit(rebuild, donate_argnames="state", out_shardings=state)
         self._deactivate = jax.jit(_deactivate, donate_argnames="state", out_shardings=state)
         self._decode = jax.jit(
             functools.partial(_decode, graphdef, mesh, draw),
@@ -266,7 +270,7 @@ class Engine(engine_api.Engine):
         )
 
     def get_prefix_destination_sharding(self) -> Any:
-        return placement.cache(self._mesh)
+        return placement.rows(self._mesh)
 
     def get_tokenizer(self) -> Any:
         return tokenizer_pb2.TokenizerParameters()
@@ -279,7 +283,7 @@ class Engine(engine_api.Engine):
         """All slots free."""
         S, C = self.options.slots, self.buckets[-1]
         state = DecodeState(
-            cache=decode.init_cache(self.config, S, C, self.options.dtype),
+            cache=decode.init_cache(self.config, S, self.buckets, self.options.dtype, self._layout),
             tokens=jnp.zeros((S, C), jnp.int32),
             length=jnp.zeros(S, jnp.int32),
             prompt_length=jnp.zeros(S, jnp.int32),
@@ -342,12 +346,12 @@ def _state_shardings(cache: NamedSharding, everywhere: NamedSharding) -> DecodeS
 # The programs.
 
 
-def _prefill(graphdef: nnx.GraphDef, params: Params, tokens_BL: Array) -> tuple[decode.LayerCache, ...]:
+def _prefill(graphdef: nnx.GraphDef, params: Params, tokens_BL: Array) -> decode.Rows:
     return decode.prefill(bind(graphdef, params), tokens_BL)
 
 
 def _insert(
-    state: DecodeState, rows: tuple[decode.LayerCache, ...], tokens_BL: Array, requests: Requests
+    layout: CacheLayout, state: DecodeState, rows: decode.Rows, tokens_BL: Array, requests: Requests
 ) -> DecodeState:
     new_S = requests.row >= 0
     L = tokens_BL.shape[1]
@@ -356,7 +360,7 @@ def _insert(
         return jnp.where(new_S.reshape(-1, *[1] * (old.ndim - 1)), new, old)
 
     return DecodeState(
-        cache=decode.write_rows(state.cache, rows, requests.row),
+        cache=kv_cache.write_rows(layout, state.cache, rows, requests.row),
         tokens=state.tokens.at[:, :L].set(take(tokens_BL[requests.row], state.tokens[:, :L])),
         length=take(requests.length, state.length),
         prompt_length=take(requests.prompt_length, state.prompt_length),
@@ -374,8 +378,8 @@ def _history(state: DecodeState, slots_B: Array, *, length: int) -> Array:
     return state.tokens[slots_B, :length]
 
 
-def _rebuild(state: DecodeState, rows: tuple[decode.LayerCache, ...], row_of_slot_S: Array) -> DecodeState:
-    return dataclasses.replace(state, cache=decode.write_rows(state.cache, rows, row_of_slot_S))
+def _rebuild(layout: CacheLayout, state: DecodeState, rows: decode.Rows, row_of_slot_S: Array) -> DecodeState:
+    return dataclasses.replace(state, cache=kv_cache.write_rows(layout, state.cache, rows, row_of_slot_S))
 
 
 def _deactivate(state: DecodeState, gone_S: Array) -> DecodeState:

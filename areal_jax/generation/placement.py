@@ -4,7 +4,7 @@ In: the shape of a model and `generation.tensor`. Out: a mesh (1 x 1 x tensor) a
 engine. Weights are split as the trainer's are (models/sharding.py), the cache by key/value heads; tokens, lengths and
 all other bookkeeping are on every device.
 
-Shapes: S slots, C cached tokens, B rows, L tokens, K key/value heads, H head size, V vocabulary.
+Shapes: S slots, B rows, L tokens, K key/value heads, H head size, V vocabulary.
 """
 
 import math
@@ -15,9 +15,10 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from areal_jax.models import sharding
+from areal_jax.models.kv_cache import CacheLayout
 from areal_jax.models.transformer import TransformerConfig, param_shapes
 
-CACHE = PartitionSpec(None, None, "tensor", None)  # [S, C, K, H], and the rows [B, L, K, H] of a prefill
+ROWS = PartitionSpec(None, None, "tensor", None)  # [B, L, K, H] of a prefill
 
 
 def make_mesh(config: TransformerConfig, tensor: int, devices: Sequence[jax.Device]) -> Mesh:
@@ -53,8 +54,12 @@ def weights(config: TransformerConfig, mesh: Mesh) -> dict[str, NamedSharding]:
     return sharding.param_shardings(param_shapes(config), mesh)
 
 
-def cache(mesh: Mesh) -> NamedSharding:
-    return NamedSharding(mesh, CACHE)
+def rows(mesh: Mesh) -> NamedSharding:
+    return NamedSharding(mesh, ROWS)
+
+
+def cache(mesh: Mesh, layout: CacheLayout) -> NamedSharding:
+    return NamedSharding(mesh, layout.spec())
 
 
 def gather_logits(logits_SV: Array, mesh: Mesh) -> Array:

@@ -235,7 +235,7 @@ def _counters(config: Config, shapes: Mapping[str, Any]) -> int:
 
 
 def _cache_bytes(model: TransformerConfig, slots: int, *, length: int, dtype: str) -> int:
-    cache = jax.eval_shape(functools.partial(decode.init_cache, model, slots, length, dtype))
+    cache = jax.eval_shape(functools.partial(decode.init_cache, model, slots, (length,), dtype))
     return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache))
 
 

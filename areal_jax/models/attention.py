@@ -19,9 +19,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jax.sharding import Mesh, PartitionSpec
 
+from areal_jax.models.kv_cache import IN_PIECES, CacheLayout, LayerCache
 from areal_jax.models.sharding import ROWS
 
 log = logging.getLogger(__name__)
@@ -54,12 +56,14 @@ class Kernels:
 
     causal(query_BLNH, key_BLKH, value_BLKH)
     packed(query_BLNH, key_BLKH, value_BLKH, segment_ids_BL), with gradients
-    decode(query_SNH, key_SCKH, value_SCKH, lengths_S), over the first `lengths` of each slot, at least one
+    decode(query_SNH, keys, values, lengths_S), over the first `lengths` of each slot, at least one; the cache in one
+        piece, its axes in the order of `cache`
     """
 
     causal: Kernel | None = None
     packed: Kernel | None = None
     decode: Kernel | None = None
+    cache: CacheLayout = IN_PIECES
     mesh: Mesh | None = None
     per_token: Callable[..., Any] = all_at_once  # not attention: how norms, projections, feed-forward and head run
 
@@ -90,25 +94,45 @@ def causal_attention(query_BLNH: Array, key_BLKH: Array, value_BLKH: Array, kern
 
 def decode_attention(
     query_SNH: Array,
-    key_SCKH: Array,
-    value_SCKH: Array,
+    layer: LayerCache,
     positions_S: Array,
     *,
-    attended: int | None = None,
+    attended: int,
     kernels: Kernels = PLAIN,
 ) -> Array:
     """One query per slot, at `positions_S`, over the cached tokens up to and including that position.
 
-    The first `attended` cached tokens, or all, must reach beyond every position that lies in the cache.
+    The cache lies as `kernels.cache` says. Its first `attended` tokens must reach beyond every position within it.
     """
-    if (kernel := kernels.decode) is not None and _takes(kernel, query_SNH, key_SCKH):
-        # The whole cache, as it lies: a slice would be a copy, and the kernel stops at each slot's own length.
-        lengths_S = jnp.minimum(positions_S + 1, key_SCKH.shape[1])
-        specs = (ONE_HEADS, ROW_HEADS, ROW_HEADS, ROWS)
-        return _on_each_device(kernel, kernels.mesh, specs)(query_SNH, key_SCKH, value_SCKH, lengths_S)
-    key_SCKH, value_SCKH = key_SCKH[:, :attended], value_SCKH[:, :attended]
-    visible_S1C = (jnp.arange(key_SCKH.shape[1])[None] <= positions_S[:, None])[:, None]
-    return _attend(query_SNH[:, None], key_SCKH, value_SCKH, visible_S1C)[:, 0]
+    layout = kernels.cache
+    if (kernel := kernels.decode) is not None and _takes(kernel, query_SNH, layer[0][0]):
+        ((keys, values),) = layer  # the whole cache, as it lies: the kernel stops at each slot's own length
+        lengths_S = jnp.minimum(positions_S + 1, layout.length(layer[0]))
+        cache = layout.spec(ROWS[0])
+        specs = (ONE_HEADS, cache, cache, ROWS)
+        return _on_each_device(kernel, kernels.mesh, specs)(query_SNH, keys, values, lengths_S)
+    return _plain_decode(query_SNH, layout.first(layer, attended), layout, positions_S)
+
+
+def _plain_decode(query_SNH: Array, layer: LayerCache, layout: CacheLayout, positions_S: Array) -> Array:
+    """Scores of all pieces side by side under one softmax; what each piece adds is summed in float32."""
+    S, N, H = query_SNH.shape
+    K = layer[0][0].shape[layout.keys.index("k")]
+    query_SKGH = query_SNH.reshape(S, K, N // K, H)
+    scores_SKGC = H**-0.5 * jnp.concatenate(
+        [_einsum32(f"skgh,{layout.keys}->skgc", query_SKGH, keys) for keys, _ in layer], axis=-1
+    )
+    visible_SC = jnp.arange(scores_SKGC.shape[-1])[None] <= positions_S[:, None]
+    scores_SKGC = jnp.where(visible_SC[:, None, None], scores_SKGC, jnp.finfo(jnp.float32).min)
+    weights_SKGC = jax.nn.softmax(scores_SKGC, axis=-1).astype(layer[0][1].dtype)
+    ends = np.cumsum([layout.length(piece) for piece in layer])
+    parts = zip(jnp.split(weights_SKGC, ends[:-1], axis=-1), layer, strict=True)
+    mixed = [_einsum32(f"skgc,{layout.values}->skgh", weights, values) for weights, (_, values) in parts]
+    return functools.reduce(jnp.add, mixed).astype(query_SNH.dtype).reshape(S, N, H)
+
+
+def _einsum32(axes: str, left: Array, right: Array) -> Array:
+    return jnp.einsum(axes, left, right, preferred_element_type=jnp.float32)
 
 
 def score_queries(length: int) -> int:

@@ -28,6 +28,7 @@ from jax.sharding import Mesh
 
 from areal_jax.models import batch_invariant
 from areal_jax.models.attention import PLAIN, Kernel, Kernels
+from areal_jax.models.kv_cache import HEADS_FIRST
 
 TILE = 128  # tokens: Pallas' `mha` and `gqa` step by it, and it is the width of a TPU register
 SPLASH_BLOCKS = (512, 256, 128)  # the largest that divides the row is taken
@@ -55,6 +56,7 @@ def gpu_kernels(mesh: Mesh, *, longest_head: int) -> Kernels:
         causal=Kernel("cuDNN flash attention", refusal, cudnn_causal),
         packed=Kernel("Pallas mha", _triton_packed_refusal, triton_packed),
         decode=Kernel("Pallas gqa", _triton_decode_refusal, triton_decode),
+        cache=HEADS_FIRST,
         mesh=mesh,
     )
 
@@ -87,18 +89,22 @@ def triton_packed(
 
 
 def triton_decode(
-    query_SNH: Array, key_SCKH: Array, value_SCKH: Array, lengths_S: Array, *, interpret: bool = False
+    query_SNH: Array, key_SKCH: Array, value_SKCH: Array, lengths_S: Array, *, interpret: bool = False
 ) -> Array:
-    """`attention.decode_attention` over the first `lengths` tokens of each slot, by Pallas' Triton kernel."""
+    """`attention.decode_attention` over the first `lengths` tokens of each slot, by Pallas' Triton kernel.
+
+    It is given tokens first, and turns that round to what it reads: heads first, as the cache lies. So nothing moves.
+    """
     from jax.experimental.pallas.ops.gpu.decode_attention import gqa
 
-    splits = _decode_splits(key_SCKH.shape[1])
+    C = key_SKCH.shape[2]
+    splits = _decode_splits(C)
     return gqa(
         query_SNH,
-        key_SCKH,
-        value_SCKH,
+        jnp.swapaxes(key_SKCH, 1, 2),
+        jnp.swapaxes(value_SKCH, 1, 2),
         kv_seq_len=lengths_S,
-        block_k=min(TILE, key_SCKH.shape[1] // splits),
+        block_k=min(TILE, C // splits),
         k_splits=splits,
         interpret=interpret,
     )
@@ -121,13 +127,13 @@ def _triton_packed_refusal(query_BLNH: Array, key_BLKH: Array) -> str:
     return _type_refusal(query_BLNH, key_BLKH)
 
 
-def _triton_decode_refusal(query_SNH: Array, key_SCKH: Array) -> str:
-    C, H = key_SCKH.shape[1], query_SNH.shape[-1]
+def _triton_decode_refusal(query_SNH: Array, key_SKCH: Array) -> str:
+    C, H = key_SKCH.shape[2], query_SNH.shape[-1]
     if not _tiles(C):
         return f"its caches are multiples of {TILE} tokens, or 16, 32 or 64, and generation.length_buckets end at {C}"
     if not _is_power(H) or H < 16:
         return f"its heads have a power of two from 16 on as size, and the model's have {H}"
-    return _type_refusal(query_SNH, key_SCKH)
+    return _type_refusal(query_SNH, key_SKCH)
 
 
 def _decode_splits(length: int) -> int:

@@ -28,6 +28,7 @@ from jax import Array
 from jax.sharding import Mesh
 
 from areal_jax.models import attention
+from areal_jax.models.kv_cache import TOKENS_FIRST
 
 TILE = 8  # tokens; XLA's CPU matrix kernels are the same for every place in such a tile
 KEYS = 64  # per block; with fewer the loop costs more than the products
@@ -172,5 +173,6 @@ KERNELS = attention.Kernels(
     causal=attention.Kernel("batch-invariant attention", _takes_all, causal_attention),
     packed=attention.Kernel("batch-invariant attention", _takes_all, packed_attention),
     decode=attention.Kernel("batch-invariant attention", _takes_all, decode_attention),
+    cache=TOKENS_FIRST,
     per_token=per_token,
 )

@@ -28,7 +28,7 @@ def test_a_kernel_that_is_wrong_fails(monkeypatch):
     monkeypatch.setattr(gpu_check, "MODEL", TINY)
     wrong = attention.Kernel("wrong", lambda query, key: "", lambda query, key, value: jnp.zeros_like(query))
     kernels = attention.Kernels(causal=wrong)
-    program, arguments = gpu_check.attention_programs(64)["causal"]
+    program, arguments = gpu_check.attention_programs(64, kernels.cache)["causal"]
     name, error, _ = gpu_check._compared("causal", wrong, program, arguments, kernels)
     assert name.found == "wrong" and not error.passed
     assert "FAILED" in gpu_check.table([error])

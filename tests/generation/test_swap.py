@@ -13,7 +13,8 @@ import pytest
 
 from areal_jax import compilation
 from areal_jax.generation.engine import Engine, EngineOptions
-from areal_jax.models import decode
+from areal_jax.models import decode, kv_cache
+from areal_jax.models.kv_cache import IN_PIECES
 from areal_jax.models.transformer import bind, graph
 from areal_jax.types import Completion
 from tests.generation.by_hand import CONFIG, LENGTH, PARAMS, ByHand, forward_logprobs
@@ -154,7 +155,8 @@ def mixed_cache_logprobs(tokens: np.ndarray, under_old: int) -> np.ndarray:
     """The slow twin of `keep`: `under_old` tokens in the cache from version 0, the rest fed one by one to version 1."""
     old, new = (bind(graph(CONFIG), jax.tree.map(jnp.asarray, PARAMS[version])) for version in (0, 1))
     rows = jax.jit(functools.partial(decode.prefill, old))(tokens[None, :under_old])
-    cache = decode.write_rows(decode.init_cache(CONFIG, 1, LENGTH, "float32"), rows, jnp.zeros(1, jnp.int32))
+    cache = decode.init_cache(CONFIG, 1, (LENGTH,), "float32")
+    cache = kv_cache.write_rows(IN_PIECES, cache, rows, jnp.zeros(1, jnp.int32))
     step = jax.jit(functools.partial(decode.decode_step, new, attended=LENGTH))
     logprobs = []
     for place in range(under_old, len(tokens) - 1):

@@ -98,8 +98,8 @@ def test_a_decode_step_sums_twice_per_layer_and_gathers_its_logits_only(config):
 def test_every_device_holds_its_heads_of_cache_and_weights():
     engine = engine_of(4)
     weights, state = weights_of(engine, 1), engine.init_decode_state()
-    keys = state.cache.layers[0][0]
-    assert {shard.data.shape for shard in keys.addressable_shards} == {(4, 48, 1, 8)}
+    shapes = {shard.data.shape for array in jax.tree.leaves(state.cache) for shard in array.addressable_shards}
+    assert shapes == {(4, 1, 8, 16), (4, 1, 16, 8), (4, 1, 8, 32), (4, 1, 32, 8)}  # to token 16, and on to token 48
     assert {shard.data.shape for shard in state.tokens.addressable_shards} == {(4, 48)}
     shapes = {name: weights.params[name].addressable_shards[0].data.shape for name in weights.params}
     assert shapes["layers.0.attention.query.kernel"] == (16, 2, 8)

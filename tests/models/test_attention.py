@@ -15,6 +15,7 @@ import pytest
 
 from areal_jax.models import attention, attention_kernels, sharding
 from areal_jax.models.attention import PLAIN, Kernel, Kernels, causal_attention, decode_attention, packed_attention
+from areal_jax.models.kv_cache import HEADS_FIRST, IN_PIECES, CacheLayout, LayerCache
 from areal_jax.models.transformer import TransformerConfig, bind, graph, init_params
 
 ONE = sharding.make_mesh({"data": 1, "fsdp": 1, "tensor": 1}, jax.devices()[:1])
@@ -23,6 +24,7 @@ TAKES_ALL = lambda query, key: ""  # noqa: E731
 TRITON = Kernels(
     packed=Kernel("mha", TAKES_ALL, functools.partial(attention_kernels.triton_packed, interpret=True)),
     decode=Kernel("gqa", TAKES_ALL, functools.partial(attention_kernels.triton_decode, interpret=True)),
+    cache=HEADS_FIRST,
 )
 SPLASH = Kernels(
     packed=Kernel("splash", TAKES_ALL, functools.partial(attention_kernels.splash_packed, interpret=True)),
@@ -104,25 +106,32 @@ def test_causal_attention_is_packed_attention_of_one_segment():
     np.testing.assert_allclose(causal_attention(query, key, value, SPLASH), expected, atol=1e-5)
 
 
+def one_piece(layout: CacheLayout, key_SCKH: jax.Array, value_SCKH: jax.Array) -> LayerCache:
+    return ((jnp.einsum(f"sckh->{layout.keys}", key_SCKH), jnp.einsum(f"sckh->{layout.values}", value_SCKH)),)
+
+
 @pytest.mark.parametrize(("length", "size"), [(64, 16), (384, 64), (2048, 32)])
 @pytest.mark.parametrize("kv_heads", [1, 2])
 def test_decoding_by_kernel_is_decoding_in_the_plain_form(length, size, kv_heads):
     _, key, value, _ = inputs(rows=4, length=length, kv_heads=kv_heads, size=size)
     query = jax.random.normal(jax.random.key(1), (4, 4, size))
     positions = jnp.array([0, length // 3, length - 1, length])  # the last: a free slot, outside the cache
-    expected = decode_attention(query, key, value, positions)
-    np.testing.assert_allclose(decode_attention(query, key, value, positions, kernels=TRITON), expected, atol=1e-5)
-    rounded = [array.astype(jnp.bfloat16) for array in (query, key, value)]
-    found = decode_attention(*rounded, positions, kernels=TRITON).astype(jnp.float32)
-    np.testing.assert_allclose(found, expected, atol=3e-2)
+    decode = functools.partial(decode_attention, positions_S=positions, attended=length)
+    expected = decode(query, one_piece(IN_PIECES, key, value))
+    cached = one_piece(HEADS_FIRST, key, value)
+    np.testing.assert_allclose(decode(query, cached, kernels=TRITON), expected, atol=1e-5)
+    query, cached = jax.tree.map(lambda array: array.astype(jnp.bfloat16), (query, cached))
+    np.testing.assert_allclose(decode(query, cached, kernels=TRITON).astype(jnp.float32), expected, atol=3e-2)
 
 
 def test_decoding_in_the_plain_form_looks_at_the_attended_tokens_only():
     query, key, value, _ = inputs(length=64, size=16)
     positions = jnp.array([3, 15])
-    broken = key.at[:, 16:].set(jnp.nan)
-    found = decode_attention(query[:, 0], broken, value, positions, attended=16)
-    np.testing.assert_array_equal(found, decode_attention(query[:, 0], key, value, positions, attended=16))
+    found, expected = (
+        decode_attention(query[:, 0], one_piece(IN_PIECES, keys, value), positions, attended=16)
+        for keys in (key.at[:, 16:].set(jnp.nan), key)
+    )
+    np.testing.assert_array_equal(found, expected)
 
 
 def bfloat16(*shape: int) -> jax.ShapeDtypeStruct:
@@ -145,9 +154,10 @@ def test_packed_attention_and_its_gradient_lower_for_the_backend(platform, kerne
 
 
 def test_decode_attention_lowers_for_cuda_and_causal_attention_for_tpu():
-    decode = jax.jit(functools.partial(decode_attention, kernels=attention_kernels.gpu_kernels(ONE, longest_head=128)))
-    cache = bfloat16(3, 1024, 2, 64)
-    traced = decode.trace(bfloat16(3, 4, 64), cache, cache, jnp.zeros(3, jnp.int32))
+    kernels = attention_kernels.gpu_kernels(ONE, longest_head=128)
+    decode = jax.jit(functools.partial(decode_attention, attended=1024, kernels=kernels))
+    cache = bfloat16(3, 2, 1024, 64)
+    traced = decode.trace(bfloat16(3, 4, 64), ((cache, cache),), jnp.zeros(3, jnp.int32))
     assert "triton" in traced.lower(lowering_platforms=("cuda",)).as_text()
     causal = jax.jit(functools.partial(causal_attention, kernels=attention_kernels.tpu_kernels(ONE)))
     traced = causal.trace(bfloat16(2, 256, 4, 64), bfloat16(2, 256, 2, 64), bfloat16(2, 256, 2, 64))
@@ -179,15 +189,15 @@ def test_the_model_asks_its_kernels_for_packed_rows():
         ("causal", (2, 200, 4, 60), jnp.bfloat16, "multiples of 8 up to 128 on this GPU, and the model's have 60"),
         ("causal", (2, 200, 4, 64), jnp.float32, "16-bit numbers only"),
         ("causal", (2, 200, 4, 64), jnp.bfloat16, ""),
-        ("decode", (2, 200, 4, 64), jnp.bfloat16, "generation.length_buckets end at 200"),
-        ("decode", (2, 256, 4, 80), jnp.bfloat16, "a power of two from 16 on as size, and the model's have 80"),
-        ("decode", (2, 256, 4, 64), jnp.bfloat16, ""),
-        ("decode", (2, 64, 4, 16), jnp.float16, ""),
+        ("decode", (2, 4, 200, 64), jnp.bfloat16, "generation.length_buckets end at 200"),
+        ("decode", (2, 4, 256, 80), jnp.bfloat16, "a power of two from 16 on as size, and the model's have 80"),
+        ("decode", (2, 4, 256, 64), jnp.bfloat16, ""),
+        ("decode", (2, 4, 64, 16), jnp.float16, ""),
     ],
 )
 def test_a_gpu_kernel_says_what_it_does_not_take(kernel, shape, dtype, reason):
     key = jax.ShapeDtypeStruct(shape, dtype)
-    query = jax.ShapeDtypeStruct((shape[0], *shape[2:]), dtype) if kernel == "decode" else key
+    query = jax.ShapeDtypeStruct((*shape[:2], shape[3]), dtype) if kernel == "decode" else key
     refusal = getattr(attention_kernels.gpu_kernels(ONE, longest_head=128), kernel).refusal(query, key)
     assert reason in refusal and bool(reason) == bool(refusal)
 

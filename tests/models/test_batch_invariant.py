@@ -14,6 +14,7 @@ import pytest
 from areal_jax.generation.engine import Engine, EngineOptions, empty_requests
 from areal_jax.models import attention, batch_invariant, sharding
 from areal_jax.models.attention_kernels import kernels_for
+from areal_jax.models.kv_cache import TOKENS_FIRST
 from areal_jax.models.logprobs import token_logprobs
 from areal_jax.models.transformer import TransformerConfig, bind, cast, graph, init_params
 
@@ -184,7 +185,9 @@ def test_attention_is_that_of_the_plain_form():
     np.testing.assert_allclose(found, attention.packed_attention(query, key, value, segments), atol=2e-6)
     lengths = np.array([7, 150])
     slot = batch_invariant.decode_attention(query[:, 3], key, value, lengths)
-    np.testing.assert_allclose(slot, attention.decode_attention(query[:, 3], key, value, lengths - 1), atol=2e-6)
+    plain = dataclasses.replace(attention.PLAIN, cache=TOKENS_FIRST)
+    expected = attention.decode_attention(query[:, 3], ((key, value),), lengths - 1, attended=150, kernels=plain)
+    np.testing.assert_allclose(slot, expected, atol=2e-6)
 
 
 def test_a_mesh_of_several_devices_is_refused():

@@ -14,8 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from areal_jax.models import decode
+from areal_jax.models import decode, kv_cache
 from areal_jax.models.huggingface import load_config
+from areal_jax.models.kv_cache import IN_PIECES
 from areal_jax.models.logprobs import from_logits, token_logprobs
 from areal_jax.models.safetensors_files import load_model, read_params, save_model
 from areal_jax.models.transformer import Transformer, bind, graph, param_shapes
@@ -83,8 +84,8 @@ def test_logits_of_prefill_and_decode_are_those_of_transformers(variant, referen
     """The prompt ends before the original positions of rope scaling do, and decoding goes on beyond them."""
     model, tokens_BL, expected_BLV = open_reference(reference(variant))
     start, end = ORIGINAL_POSITIONS - 4, ORIGINAL_POSITIONS + 8
-    cache = decode.init_cache(model.layers[0].attention.config, 2, 48, jnp.float32)
-    cache = decode.write_rows(cache, decode.prefill(model, tokens_BL[:, :start]), jnp.array([1, 0]))
+    cache = decode.init_cache(model.layers[0].attention.config, 2, (16, 48), jnp.float32)
+    cache = kv_cache.write_rows(IN_PIECES, cache, decode.prefill(model, tokens_BL[:, :start]), jnp.array([1, 0]))
     step = jax.jit(functools.partial(decode.decode_step, attended=48))
     for at in range(start, end):
         logits_SV, cache = step(model, tokens_BL[::-1, at], jnp.array([at, at]), cache)

@@ -8,8 +8,9 @@ import pytest
 
 from areal_jax.generation import sampling
 from areal_jax.generation.engine import Engine, EngineOptions, empty_requests
-from areal_jax.models import decode, sharding
+from areal_jax.models import decode, kv_cache, sharding
 from areal_jax.models.huggingface import load_config
+from areal_jax.models.kv_cache import IN_PIECES
 from areal_jax.models.logprobs import from_logits, token_logprobs
 from areal_jax.models.safetensors_files import load_model
 from areal_jax.models.transformer import (
@@ -78,14 +79,14 @@ def test_prefill_and_decode_give_the_logits_of_the_full_forward(family):
     model = bind(graph(config), random_params(config))
     tokens_BL = jax.random.randint(jax.random.key(0), (2, 12), 0, 32)
     expected = model.logits(model(tokens_BL, jnp.tile(jnp.arange(12), (2, 1)), jnp.ones((2, 12), jnp.int32)))
-    cache = decode.init_cache(config, 3, 16, jnp.float32)
-    cache = decode.write_rows(cache, decode.prefill(model, tokens_BL[:, :7]), jnp.array([1, -1, 0]))
+    cache = decode.init_cache(config, 3, (5, 8, 12, 16), jnp.float32)
+    cache = kv_cache.write_rows(IN_PIECES, cache, decode.prefill(model, tokens_BL[:, :7]), jnp.array([1, -1, 0]))
     for at in range(7, 12):
         fed, places = jnp.array([tokens_BL[1, at], 0, tokens_BL[0, at]]), jnp.array([at, 16, at])
         logits, cache = decode.decode_step(model, fed, places, cache, attended=12)
         np.testing.assert_allclose(logits[0], expected[1, at], rtol=1e-4, atol=1e-4)
         np.testing.assert_allclose(logits[2], expected[0, at], rtol=1e-4, atol=1e-4)
-    assert (np.asarray(cache.layers[0][0][1]) == 0).all()  # the slot outside wrote nothing
+    assert not any(np.asarray(array[1]).any() for array in jax.tree.leaves(cache))  # the slot outside wrote nothing
 
 
 def test_rotation_depends_on_distance_only():
