@@ -186,7 +186,7 @@ def swap(config: TransformerConfig, length: int, dtype: str) -> tuple[float, flo
     state = engine.admit(weights, engine.init_decode_state(), rows, requests)
     state, _ = engine.decode(weights, state, longest + 8)
     weights = engine.load(new, 2)
-    recompute = functools.partial(engine.recompute, weights, slots=range(8), length=longest + 8)
+    recompute = functools.partial(engine.recompute, weights, slots=range(8), lengths=[longest + 8] * 8)
     state = jax.block_until_ready(recompute(state=state))
     began = time.perf_counter()
     state = jax.block_until_ready(recompute(state=state))

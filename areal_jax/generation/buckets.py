@@ -5,13 +5,14 @@ plan of a run's memory.
 """
 
 import dataclasses
+import math
 from collections.abc import Sequence
 
 
 def default_buckets(max_length: int) -> tuple[int, ...]:
     """Powers of two from 32 on, and the limit itself.
 
-    Buckets halfway between them (48, 96, 192, ...) would spare a recompute of log-normal lengths 12 to 17 % of the
+    Buckets halfway between them (48, 96, 192, ...) would spare a recompute of log-normal lengths 15 to 17 % of the
     tokens that it computes, and double the programs to compile (tests/generation/test_buckets.py has both); who swaps
     often gives them as `generation.length_buckets`.
     """
@@ -21,9 +22,11 @@ def default_buckets(max_length: int) -> tuple[int, ...]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PrefillShapes:
-    """Rows and lengths of the prefills that are compiled: one shape per bucket, of at most `most_tokens` tokens.
+    """Rows and lengths of the prefills that are compiled: two shapes per bucket, one row and many rows.
 
-    A prefill has at most `most_rows` rows, and at least one, also where that one row exceeds the tokens.
+    A prefill has at most `most_rows` rows and `most_tokens` tokens, and at least one row, also where that one exceeds
+    the tokens. What does not fill many rows of one length goes row by row: a row that nobody needs costs as much as one
+    that somebody does.
     """
 
     buckets: tuple[int, ...]  # rising
@@ -34,21 +37,28 @@ class PrefillShapes:
         """The smallest bucket that holds `length` tokens."""
         return next(bucket for bucket in self.buckets if bucket >= length)
 
-    def rows(self, length: int) -> int:
-        """Rows of the prefill whose longest row has `length` tokens."""
-        return max(1, min(self.most_rows, self.most_tokens // self.bucket(length)))
+    def most(self, bucket: int) -> int:
+        """Rows of the larger prefill of a bucket."""
+        return max(1, min(self.most_rows, self.most_tokens // bucket))
+
+    def shape(self, lengths: Sequence[int]) -> tuple[int, int]:
+        """Rows and tokens per row of the compiled prefill that holds rows of these lengths."""
+        bucket = self.bucket(max(lengths))
+        return (1 if len(lengths) == 1 else self.most(bucket)), bucket
 
     def groups(self, lengths: Sequence[int]) -> list[list[int]]:
-        """Indices of `lengths` in groups that share a prefill, longest first, so that the rows left over are short."""
+        """Indices of `lengths` in groups that share a prefill, longest first; together only where it computes less."""
         order = sorted(range(len(lengths)), key=lambda index: lengths[index], reverse=True)
         groups = []
         while order:
-            rows = self.rows(lengths[order[0]])
+            rows = self.most(self.bucket(lengths[order[0]]))
+            together = [lengths[index] for index in order[:rows]]
+            if sum(map(self.bucket, together)) < math.prod(self.shape(together)):
+                rows = 1
             groups.append(order[:rows])
             order = order[rows:]
         return groups
 
     def computed_tokens(self, lengths: Sequence[int]) -> int:
         """Tokens that prefills of these sequences compute, padding in rows and of rows included."""
-        longest = [max(lengths[index] for index in group) for group in self.groups(lengths)]
-        return sum(self.rows(length) * self.bucket(length) for length in longest)
+        return sum(math.prod(self.shape([lengths[index] for index in group])) for group in self.groups(lengths))

@@ -134,7 +134,7 @@ class Engine(engine_api.Engine):
                 f"generation.length_buckets={self.buckets} end below the longest sequence, {options.max_length} tokens "
                 f"(data.max_prompt_tokens + the most new tokens); add a bucket of at least {options.max_length}"
             )
-        self.shapes = PrefillShapes(self.buckets, options.prefill_rows, options.prefill_tokens)
+        self.shapes = PrefillShapes(self.buckets, min(options.prefill_rows, options.slots), options.prefill_tokens)
         self._tokenizer = tokenizer
         self._inserted = 0  # sequences that came through JetStream; each samples with a key of its own
         self._mesh = mesh = placement.make_mesh(config, options.tensor, tuple(devices) or jax.devices())
@@ -187,20 +187,22 @@ class Engine(engine_api.Engine):
     def admit(
         self, weights: Weights, state: DecodeState, rows: Sequence[np.ndarray], requests: Requests
     ) -> DecodeState:
-        """Prefills rows, at most `shapes.rows` of the longest's length, and starts the slots of `requests`."""
-        longest = max(map(len, rows))
-        tokens_BL = np.zeros((self.shapes.rows(longest), self.bucket(longest)), np.int32)
+        """Prefills rows, a group of `shapes.groups`, and starts the slots of `requests`."""
+        tokens_BL = np.zeros(self.shapes.shape([len(row) for row in rows]), np.int32)
         for row, tokens in zip(tokens_BL, rows, strict=False):
             row[: len(tokens)] = tokens
         return self._insert(state, self._prefill(weights.params, tokens_BL), tokens_BL, requests)
 
-    def recompute(self, weights: Weights, state: DecodeState, slots: Sequence[int], length: int) -> DecodeState:
-        """Rebuilds the cache of at most `shapes.rows(length)` slots, of at most `length` tokens, under `weights`."""
-        slots_B = np.full(self.shapes.rows(length), -1, np.int32)
+    def recompute(
+        self, weights: Weights, state: DecodeState, slots: Sequence[int], lengths: Sequence[int]
+    ) -> DecodeState:
+        """Rebuilds the cache of these slots, a group of `shapes.groups`, of these lengths, under `weights`."""
+        rows, bucket = self.shapes.shape(lengths)
+        slots_B = np.full(rows, -1, np.int32)
         slots_B[: len(slots)] = slots
         row_of_slot_S = np.full(self.options.slots, -1, np.int32)
         row_of_slot_S[list(slots)] = np.arange(len(slots))
-        tokens_BL = self._history(state, slots_B, length=self.bucket(length))
+        tokens_BL = self._history(state, slots_B, length=bucket)
         return self._rebuild(state, self._prefill(weights.params, tokens_BL), row_of_slot_S)
 
     def decode(self, weights: Weights, state: DecodeState, longest: int) -> tuple[DecodeState, Decoded]:
@@ -219,8 +221,9 @@ class Engine(engine_api.Engine):
         nothing = empty_requests(self.options.slots)
         for done, bucket in enumerate(self.buckets):
             report(done, len(self.buckets))
-            state = self.admit(weights, state, [np.zeros(bucket, np.int32)], nothing)
-            state = self.recompute(weights, state, [], bucket)
+            for rows in {1, self.shapes.most(bucket)}:
+                state = self.admit(weights, state, [np.zeros(bucket, np.int32)] * rows, nothing)
+                state = self.recompute(weights, state, range(rows), [bucket] * rows)
             state, _ = self.decode(weights, state, bucket)
         jax.block_until_ready(self.deactivate(state, []))
         report(len(self.buckets), len(self.buckets))

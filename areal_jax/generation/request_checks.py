@@ -1,15 +1,18 @@
-"""Which requests a generation server takes.
+"""Which requests, and which weights, a generation server takes.
 
-In: a request and the engine that would run it. Out: nothing, or a ValueError that names what was given and the rule.
-Called by the scheduler on the caller's thread, so that what can never run is refused before it waits.
+In: a request or weights, and the engine they are for. Out: nothing, or a ValueError that names what was given and the
+rule. Called by the scheduler on the caller's thread, so that what can never run is refused before it waits.
 """
 
 import math
+from collections.abc import Mapping
 
+import jax
 import numpy as np
 
 from areal_jax.generation import stop_strings
 from areal_jax.generation.engine import STOP_TOKENS, Engine
+from areal_jax.models.transformer import param_shapes
 from areal_jax.types import GenerateRequest, Sampling
 
 LEAST_TEMPERATURE = 1e-6  # logits divided by less could overflow
@@ -23,6 +26,26 @@ def check(request: GenerateRequest, engine: Engine) -> None:
     _check_ends(request.sampling, has_tokenizer=engine.tokenizer is not None)
     if not 0 <= request.timeout_s < math.inf:
         raise ValueError(f"timeout_s={request.timeout_s} must be positive, or 0 for no limit")
+
+
+def check_weights(params: Mapping[str, np.ndarray | jax.Array], version: int, engine: Engine) -> None:
+    """Raises ValueError for weights whose names, shapes or dtypes are not those of the engine's model."""
+    wanted = {name: shape.shape for name, shape in param_shapes(engine.config).items()}
+    given = {name: tuple(array.shape) for name, array in params.items()}
+    if given != wanted:
+        differing = sorted(n for n in wanted.keys() | given.keys() if wanted.get(n) != given.get(n))
+        first = differing[0]
+        raise ValueError(
+            f"weights of version {version} do not fit this model in {len(differing)} tensors; {first}: "
+            f"given {given.get(first, 'nothing')}, needed {wanted.get(first, 'nothing')}"
+        )
+    dtype = np.dtype(engine.options.dtype)
+    differing = sorted(name for name, array in params.items() if np.dtype(array.dtype) != dtype)
+    if differing:
+        raise ValueError(
+            f"weights of version {version} are not {dtype} in {len(differing)} tensors; {differing[0]}: given "
+            f"{params[differing[0]].dtype}, needed {dtype}, which is generation.dtype: publish in it"
+        )
 
 
 def _check_ids(request: GenerateRequest, vocab_size: int) -> None:

@@ -20,7 +20,6 @@ without `double_buffer`, in their place: one set, and the server stands still wh
 """
 
 import collections
-import dataclasses
 import functools
 import queue
 import threading
@@ -34,80 +33,28 @@ import numpy as np
 
 from areal_jax import compilation
 from areal_jax.generation import request_checks
-from areal_jax.generation.engine import Decoded, Engine, Requests, Weights, empty_requests
+from areal_jax.generation.engine import Engine, Requests, Weights, empty_requests
 from areal_jax.generation.stop_strings import StopStrings
-from areal_jax.models.transformer import param_shapes
+from areal_jax.generation.tickets import (
+    Admission,
+    Dispatch,
+    OnChunks,
+    OnError,
+    Slot,
+    Ticket,
+    Waiting,
+    chunk_of,
+    fill,
+    no_more,
+    too_late,
+)
 from areal_jax.telemetry import Progress, Telemetry
 from areal_jax.types import Busy, Chunk, GenerateRequest
 
 OnUpdate = Literal["recompute", "keep", "drain"]
 
 
-OnChunks = Callable[[list[Chunk]], None]
-OnError = Callable[[Exception], None]
 Load = Callable[[], Weights]
-
-
-@dataclasses.dataclass(slots=True, eq=False)
-class _Ticket:
-    """A request on its way: samples not yet admitted, slots it holds."""
-
-    number: int
-    request: GenerateRequest
-    on_chunks: OnChunks
-    on_error: OnError
-    waiting: list[int]  # sample indices without a slot yet
-    asked: float  # on the scheduler's clock
-    running: set[int] = dataclasses.field(default_factory=set)  # slots
-    made: int = 0  # tokens handed out
-
-
-@dataclasses.dataclass(slots=True)
-class _Slot:
-    ticket: _Ticket
-    sample: int
-    length: int  # known tokens, without those of a dispatch that is not harvested
-    limit: int
-    progress: Progress
-    stop_strings: StopStrings | None
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Dispatch:
-    """A decode that the device may still be working on, and who held the slots when it was sent."""
-
-    decoded: Decoded
-    version: int
-    slots: dict[int, _Slot]
-
-
-def _chunk(slot: _Slot, index: int, decoded: Decoded, version: int) -> Chunk:
-    """What a dispatch made for the sample in a slot, up to where it ends."""
-    tokens = np.asarray(decoded.tokens[index, : int(decoded.count[index])])
-    kept = slot.stop_strings.kept(tokens.tolist()) if slot.stop_strings else None
-    tokens = tokens[:kept]
-    if kept is not None or (not decoded.active[index] and tokens[-1] in slot.ticket.request.sampling.stop_tokens):
-        reason = "stop"
-    else:
-        reason = "" if decoded.active[index] else "length"
-    versions = np.full(len(tokens), version, np.int32)
-    return Chunk(slot.sample, tokens, np.asarray(decoded.logprobs[index, : len(tokens)]), versions, reason)
-
-
-def _no_more(sample: int) -> Chunk:
-    """The end of a sample that is stopped from outside."""
-    none = np.zeros(0, np.int32)
-    return Chunk(sample, none, np.zeros(0, np.float32), none, "stop")
-
-
-def _too_late(ticket: _Ticket) -> TimeoutError:
-    request, samples = ticket.request, len(ticket.request.samples)
-    running, waiting = len(ticket.running), len(ticket.waiting)
-    return TimeoutError(
-        f"prompt {request.uid} was not finished within timeout_s={request.timeout_s:g}: {samples - running - waiting} "
-        f"of {samples} samples are done, {running} run, {waiting} wait for a slot, {ticket.made} tokens are made; ask "
-        "for fewer tokens or allow more time"
-    )
 
 
 def _already(weights: Weights) -> Load:
@@ -145,18 +92,15 @@ class Scheduler:
             cache_bytes=_bytes(self._state.cache),
             weight_bytes=_bytes(weights.params),
         )
-        self._slots: dict[int, _Slot] = {}
+        self._slots: dict[int, Slot] = {}
         self._free = list(range(engine.options.slots))
-        self._tickets: dict[int, _Ticket] = {}
+        self._tickets: dict[int, Ticket] = {}
         self._deadlines: dict[int, float] = {}  # by ticket, on this clock; of those that have one
-        self._waiting: tuple[collections.deque[_Ticket], ...] = (
-            collections.deque(),
-            collections.deque(),
-        )  # evaluation, rollout
-        self._waiting_samples = 0
+        self._waiting = Waiting()
+        self._waiting_samples = 0  # there, and in tickets that are still on their way there
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._draining: Callable[[], None] | None = None
-        self._pending: _Dispatch | None = None
+        self._pending: Dispatch | None = None
         self._next_ticket = 0
         self._updates: set[Future[float]] = set()  # not swapped in yet
         self._lock = threading.Lock()  # of tickets, updates, the waiting count and `failure`
@@ -197,7 +141,7 @@ class Scheduler:
             self._waiting_samples += len(request.samples)
             self._next_ticket += 1
             asked = self.telemetry.accept(len(request.prompt_tokens))
-            ticket = _Ticket(self._next_ticket, request, on_chunks, on_error, list(request.samples), asked)
+            ticket = Ticket(self._next_ticket, request, on_chunks, on_error, list(request.samples), asked)
             self._tickets[ticket.number] = ticket
             if request.timeout_s:
                 self._deadlines[ticket.number] = asked + request.timeout_s
@@ -225,7 +169,8 @@ class Scheduler:
         differ or the version is not newer than the one held. All of that is known before an old array is freed: what
         can still fail then is the placing itself, and it ends the server, which has no weights any more.
         """
-        self._check_weights(params, version)
+        request_checks.check_weights(params, version, self._engine)
+        self._check_version(version)
         load: Load = functools.partial(self._engine.load, params, version)
         if self._double_buffer:
             load = _already(load())
@@ -264,7 +209,7 @@ class Scheduler:
             swap()
         began = self._clock()
         made = self._collect() if self._admissible() and self._waiting_samples > len(self._free) else {}
-        while self._free and self._admissible():
+        if self._free and self._admissible():
             self._admit()
         dispatched = self._dispatch()
         self._hand_out(made or self._collect())
@@ -282,9 +227,9 @@ class Scheduler:
         return not (self._slots or self._admissible() or self._pending or self._draining)
 
     def _admissible(self) -> bool:
-        return self._draining is None and any(self._waiting)
+        return self._draining is None and bool(self._waiting)
 
-    def _dispatch(self) -> _Dispatch | None:
+    def _dispatch(self) -> Dispatch | None:
         """Decodes at the cost of the longest slot that goes on; None when all reach their limits in the one before."""
         steps = self._engine.options.decode_steps
         before = {} if self._pending is None else self._pending.slots
@@ -295,7 +240,7 @@ class Scheduler:
         if not goals:
             return None
         self._state, decoded = self._engine.decode(self._weights, self._state, max(goals))
-        return _Dispatch(decoded, self._version, dict(self._slots))
+        return Dispatch(decoded, self._version, dict(self._slots))
 
     def _collect(self) -> dict[int, list[Chunk]]:
         """What the dispatch before made, by ticket, once it is done; frees the slots that ended in it."""
@@ -308,7 +253,7 @@ class Scheduler:
         for index, slot in dispatch.slots.items():
             if decoded.count[index] == 0 or self._slots.get(index) is not slot:  # ended before, or cancelled since
                 continue
-            chunk = _chunk(slot, index, decoded, dispatch.version)
+            chunk = chunk_of(slot, index, decoded, dispatch.version)
             chunks[slot.ticket.number].append(chunk)
             count = len(chunk.tokens)
             slot.length += count
@@ -338,55 +283,27 @@ class Scheduler:
         self._free.append(index)
 
     def _admit(self) -> None:
-        """Starts as many waiting samples as there are free slots and prefill rows."""
-        requests = empty_requests(self._engine.options.slots)
-        rows: list[np.ndarray] = []
-        while self._free and self._admissible():
-            lane = next(lane for lane in self._waiting if lane)
-            ticket = lane[0]
-            fresh = [s for s in ticket.waiting if s not in ticket.request.partial]
-            samples = (fresh or ticket.waiting[:1])[: len(self._free)]  # a sample that goes on has a row of its own
-            row = self._row(ticket.request, samples[0])
-            if len(rows) >= self._engine.shapes.rows(max(map(len, [*rows, row]))):
-                break
-            rows.append(row)
-            for sample in samples:
-                self._start(ticket, sample, len(rows) - 1, len(rows[-1]), requests)
-            ticket.waiting = [s for s in ticket.waiting if s not in samples]
-            with self._lock:
-                self._waiting_samples -= len(samples)
-            if not ticket.waiting:
-                lane.popleft()
-        self._state = self._engine.admit(self._weights, self._state, rows, requests)
+        """Starts as many waiting samples as there are free slots; rows of a like length share a prefill."""
+        admissions = self._waiting.take(len(self._free))
+        for group in self._engine.shapes.groups([len(admission.tokens) for admission in admissions]):
+            requests = empty_requests(self._engine.options.slots)
+            for row, place in enumerate(group):
+                self._start(admissions[place], row, requests)
+            rows = [admissions[place].tokens for place in group]
+            self._state = self._engine.admit(self._weights, self._state, rows, requests)
+        with self._lock:
+            self._waiting_samples -= sum(len(admission.samples) for admission in admissions)
 
-    @staticmethod
-    def _row(request: GenerateRequest, sample: int) -> np.ndarray:
-        partial = request.partial.get(sample)
-        return request.prompt_tokens if partial is None else np.concatenate([request.prompt_tokens, partial.tokens])
-
-    def _start(self, ticket: _Ticket, sample: int, row: int, length: int, requests: Requests) -> None:
-        request, sampling = ticket.request, ticket.request.sampling
-        index = self._free.pop()
-        limit = len(request.prompt_tokens) + sampling.max_new_tokens
-        values = {
-            "row": row,
-            "length": length,
-            "prompt_length": len(request.prompt_tokens),
-            "limit": limit,
-            "temperature": sampling.temperature,
-            "min_length": len(request.prompt_tokens) + sampling.min_new_tokens,
-            "seed": sampling.seed % 2**32,
-            "uid": request.uid % 2**32,
-            "sample": sample,
-        }
-        for name, value in values.items():
-            getattr(requests, name)[index] = value
-        requests.truncation.top_k[index] = min(sampling.top_k, self._engine.config.vocab_size)
-        requests.truncation.top_p[index], requests.truncation.min_p[index] = sampling.top_p, sampling.min_p
-        requests.stop_tokens[index, : len(sampling.stop_tokens)] = sampling.stop_tokens
-        stop_strings = self._stop_strings(request, sample) if sampling.stop_strings else None
-        self._slots[index] = _Slot(ticket, sample, length, limit, Progress(ticket.asked), stop_strings)
-        ticket.running.add(index)
+    def _start(self, admission: Admission, row: int, requests: Requests) -> None:
+        ticket = admission.ticket
+        for sample in admission.samples:
+            index = self._free.pop()
+            slot = Slot(ticket, sample, len(admission.tokens), ticket.limit, Progress(ticket.asked))
+            if ticket.request.sampling.stop_strings:
+                slot.stop_strings = self._stop_strings(ticket.request, sample)
+            fill(requests, index, slot, row)
+            self._slots[index] = slot
+            ticket.running.add(index)
 
     def _stop_strings(self, request: GenerateRequest, sample: int) -> StopStrings:
         sampling = request.sampling
@@ -397,8 +314,8 @@ class Scheduler:
 
     # Commands, on the engine's thread.
 
-    def _enqueue(self, ticket: _Ticket) -> None:
-        self._waiting[0 if ticket.request.evaluation else 1].append(ticket)
+    def _enqueue(self, ticket: Ticket) -> None:
+        self._waiting.put(ticket)
         self._counts["requests"] += len(ticket.request.samples)
 
     def _finish(self, number: int, sample: int) -> None:
@@ -412,18 +329,12 @@ class Scheduler:
             self._release(index)
         elif sample in ticket.waiting:
             self.telemetry.end("stop")
-            self._leave_out(ticket, sample)
+            self._waiting.leave_out(ticket, sample)
+            with self._lock:
+                self._waiting_samples -= 1
         else:
             return
-        self._hand_out({number: [_no_more(sample)]})
-
-    def _leave_out(self, ticket: _Ticket, sample: int) -> None:
-        """Takes a sample out of those that wait for a slot."""
-        ticket.waiting.remove(sample)
-        with self._lock:
-            self._waiting_samples -= 1
-        if not ticket.waiting:
-            self._waiting[0 if ticket.request.evaluation else 1].remove(ticket)
+        self._hand_out({number: [no_more(sample)]})
 
     def _expire(self) -> None:
         """Ends the requests whose time is over."""
@@ -433,7 +344,7 @@ class Scheduler:
         with self._lock:
             late = [self._tickets[number] for number, deadline in self._deadlines.items() if deadline <= now]
         for ticket in late:
-            error = _too_late(ticket)
+            error = too_late(ticket)
             self._drop(ticket.number, "deadline")
             ticket.on_error(error)
 
@@ -449,9 +360,7 @@ class Scheduler:
                 return
             self._waiting_samples -= len(ticket.waiting)
         self.telemetry.end(reason, len(ticket.waiting) + len(ticket.running))
-        for lane in self._waiting:
-            if ticket in lane:
-                lane.remove(ticket)
+        self._waiting.drop(ticket)
         self._state = self._engine.deactivate(self._state, sorted(ticket.running))
         for index in list(ticket.running):
             self._release(index)
@@ -510,8 +419,8 @@ class Scheduler:
         running = list(self._slots)
         lengths = [self._slots[index].length for index in running]
         for group in self._engine.shapes.groups(lengths):
-            slots = [running[place] for place in group]
-            self._state = self._engine.recompute(self._weights, self._state, slots, lengths[group[0]])
+            slots, of_slots = ([each[place] for place in group] for each in (running, lengths))
+            self._state = self._engine.recompute(self._weights, self._state, slots, of_slots)
         self._counts["recomputed_tokens"] += sum(lengths)
         jax.block_until_ready(self._state.length)
 
@@ -536,22 +445,6 @@ class Scheduler:
         if self.failure is not None:
             raise RuntimeError("the generation engine has ended and serves no more requests") from self.failure
 
-    def _check_weights(self, params: Mapping[str, np.ndarray | jax.Array], version: int) -> None:
-        wanted = {name: shape.shape for name, shape in param_shapes(self._engine.config).items()}
-        given = {name: tuple(array.shape) for name, array in params.items()}
-        if given != wanted:
-            differing = sorted(n for n in wanted.keys() | given.keys() if wanted.get(n) != given.get(n))
-            first = differing[0]
-            raise ValueError(
-                f"weights of version {version} do not fit this model in {len(differing)} tensors; {first}: "
-                f"given {given.get(first, 'nothing')}, needed {wanted.get(first, 'nothing')}"
-            )
-        dtype = np.dtype(self._engine.options.dtype)
-        differing = sorted(name for name, array in params.items() if np.dtype(array.dtype) != dtype)
-        if differing:
-            raise ValueError(
-                f"weights of version {version} are not {dtype} in {len(differing)} tensors; {differing[0]}: given "
-                f"{params[differing[0]].dtype}, needed {dtype}, which is generation.dtype: publish in it"
-            )
+    def _check_version(self, version: int) -> None:
         if version <= self._version:
             raise ValueError(f"version {version} is not newer than version {self._version}, which is held")

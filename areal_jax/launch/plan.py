@@ -163,11 +163,11 @@ def generator_bytes(config: Config, model: TransformerConfig) -> dict[str, int]:
     def cache(slots: int, *, length: int = longest) -> int:
         return _cache_bytes(model, slots, length=length, dtype=settings.dtype) // settings.tensor
 
-    shapes = PrefillShapes(buckets, settings.prefill_rows, settings.prefill_tokens)
+    shapes = PrefillShapes(buckets, min(settings.prefill_rows, settings.slots), settings.prefill_tokens)
 
     def prefill(length: int) -> int:
         scores = model.heads // settings.tensor * attention.score_queries(length) * length * (FLOAT32 + itemsize)
-        return shapes.rows(length) * (cache(1, length=length) + scores)
+        return shapes.most(shapes.bucket(length)) * (cache(1, length=length) + scores)
 
     return {
         "weights": weights,

@@ -139,21 +139,19 @@ def write_rows(
     """
     taken_S = row_of_slot_S >= 0
     slots_S = jnp.argsort(~taken_S)  # those that take a row come first
-    of_rows = tuple(
-        layout.of_rows(keys, values, layer) for (keys, values), layer in zip(rows, cache.layers, strict=True)
-    )
 
     def write(number: Array, layers: tuple[LayerCache, ...]) -> tuple[LayerCache, ...]:
         slot = slots_S[number]
         row = row_of_slot_S[slot]
 
-        def put(cached: Array, rows: Array) -> Array:
-            one = jax.lax.dynamic_slice_in_dim(rows, row, 1)
-            return jax.lax.dynamic_update_slice(cached, one, (slot, *[0] * (cached.ndim - 1)))
+        def put(cached: Array, new: Array) -> Array:
+            return jax.lax.dynamic_update_slice(cached, new, (slot, *[0] * (cached.ndim - 1)))
 
-        return tuple(
-            jax.tree.map(put, layer[: len(pieces)], pieces) + layer[len(pieces) :]
-            for layer, pieces in zip(layers, of_rows, strict=True)
-        )
+        def of_layer(layer: LayerCache, rows: tuple[Array, Array]) -> LayerCache:
+            keys, values = (jax.lax.dynamic_slice_in_dim(each, row, 1) for each in rows)
+            pieces = layout.of_rows(keys, values, like=layer)
+            return jax.tree.map(put, layer[: len(pieces)], pieces) + layer[len(pieces) :]
+
+        return tuple(map(of_layer, layers, rows))
 
     return KVCache(jax.lax.fori_loop(0, jnp.sum(taken_S), write, cache.layers))

@@ -68,7 +68,7 @@ class ByHand:
     def admit(self) -> None:
         """Commands, prefill, and nothing decoded yet."""
         self.commands()
-        while self.scheduler._free and self.scheduler._admissible():
+        if self.scheduler._free and self.scheduler._admissible():
             self.scheduler._admit()
 
     def busy(self) -> bool:

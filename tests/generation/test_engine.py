@@ -65,7 +65,7 @@ def test_recompute_gives_the_cache_of_the_new_weights(engine):
     state = admit(engine, old, engine.init_decode_state(), PROMPTS, [1, 3])
     state, _ = engine.decode(old, state, 16)
     before = np.asarray(state.length)
-    state = engine.recompute(new, state, [1, 3], 15)
+    state = engine.recompute(new, state, [1, 3], [15, 15])
     state, decoded = engine.decode(new, state, 20)
     for slot in (1, 3):
         tokens = np.asarray(state.tokens)[slot, : before[slot] + 4]
@@ -87,7 +87,7 @@ def test_recompute_leaves_other_slots_alone(engine):
     weights = weights_of(engine, 1)
     state = admit(engine, weights, engine.init_decode_state(), PROMPTS, [1, 3])
     kept = [np.asarray(array)[[0, 1, 2]] for array in jax.tree.leaves(state.cache)]
-    state = engine.recompute(weights_of(engine, 2), state, [3], 12)
+    state = engine.recompute(weights_of(engine, 2), state, [3], [12])
     for array, expected in zip(jax.tree.leaves(state.cache), kept, strict=True):
         np.testing.assert_array_equal(np.asarray(array)[[0, 1, 2]], expected)
 
@@ -137,7 +137,7 @@ def test_nothing_compiles_after_warm_up():
     warm = compilation.count()
     state = admit(engine, weights, state, PROMPTS, [2, 0])
     state, _ = engine.decode(weights, state, 16)
-    state = engine.recompute(weights, state, [2], 9)
+    state = engine.recompute(weights, state, [2], [9])
     state, _ = engine.decode(weights, state, 48)
     state = admit(engine, weights, engine.deactivate(state, [0]), PROMPTS[:1], [0])
     state, _ = engine.decode(weights, state, 16)

@@ -50,7 +50,7 @@ def run(engine: Engine, **weights) -> tuple[np.ndarray, np.ndarray]:
     made = []
     for weights, longest in ((old, 16), (old, 20), (new, 24), (new, 28)):
         if longest == 24:
-            state = engine.recompute(new, state, [0, 2], 20)
+            state = engine.recompute(new, state, [0, 2], [20, 20])
         state, decoded = engine.decode(weights, state, longest)
         made.append(decoded)
     return (
