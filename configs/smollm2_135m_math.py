@@ -5,7 +5,7 @@
     python -m areal_jax.main --config=configs/smollm2_135m_math.py:two_digits
 
 One-digit sums asked in words; behind the colon, `two_digits` asks for sums and differences of numbers up to 60, and
-`chain_sum` for sums of two or three numbers of reasoning-gym (pip install reasoning-gym). Asynchronous RL (AReaL, arXiv
+`chain_sum` for sums of two or three digits of reasoning-gym (pip install reasoning-gym). Asynchronous RL (AReaL, arXiv
 2505.24298) in three local processes; all parameters train, in float32. Two CPU cores, 8 GB of memory. Expect one-digit
 sums to be learned in a few minutes; numbers and pictures are in experiments/README.md.
 """
@@ -19,9 +19,9 @@ SUMS = {
     "two_digits": {"largest": 60, "operators": "+-", "template": TEMPLATE},
 }
 CHAIN_SUM = {
-    "tasks": {"chain_sum": {"min_terms": 2, "max_terms": 3, "min_digits": 1, "max_digits": 2}},
-    "answer_in": "text",
-    "system": "You calculate.",
+    "tasks": {"chain_sum": {"min_terms": 2, "max_terms": 3, "min_digits": 1, "max_digits": 1}},
+    "answer_in": "number",
+    "system": "You are a calculator. You reply with one number.",
 }
 
 
@@ -34,9 +34,9 @@ def get_config(task="one_digit"):
         config.data.train = config.eval.data = "areal_jax.rollout.reasoning_gym:Tasks"
         config.data.options, config.eval.options = CHAIN_SUM, CHAIN_SUM
         config.reward.function = "areal_jax.rewards.reasoning_gym:solves"
-        config.data.max_prompt_tokens = 64
-        config.rollout.max_new_tokens = 8
-        config.generation.length_buckets = (72,)
+        config.data.max_prompt_tokens = 72
+        config.rollout.max_new_tokens = 16
+        config.generation.length_buckets = (88,)
         config.trainer.row_buckets = (160,)
     else:
         config.data.train = config.eval.data = "areal_jax.rollout.sums:Sums"

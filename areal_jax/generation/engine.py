@@ -91,6 +91,16 @@ class Decoded:
 
 
 @struct.dataclass
+class ScoredTokens(engine_api.ResultTokens):
+    """JetStream's result, and the log-probability of each token under the distribution that it was drawn from."""
+
+    logprobs: Any  # [S, T] float32
+
+    def convert_to_numpy(self) -> "ScoredTokens":
+        return jax.device_get(self)
+
+
+@struct.dataclass
 class Prefix:
     """The result of a JetStream prefill: one row of keys and values, its tokens and how many of them are real."""
 
@@ -260,16 +270,17 @@ class Engine(engine_api.Engine):
         return self._insert(decode_state, prefix.rows, prefix.tokens, requests)
 
     def generate(self, params: Weights, decode_state: DecodeState) -> tuple[DecodeState, Any]:
-        """One token per slot, as JetStream's `ResultTokens` of columns token, valid, length."""
+        """One token per slot, as JetStream's `ResultTokens` of columns token, valid, length, with log-probabilities."""
         state, decoded = self._decode(params.params, decode_state, attended=self.buckets[-1], steps=1)
         valid_S1 = (decoded.count > 0).astype(jnp.int32)[:, None]
         generated_S1 = (state.length - state.prompt_length)[:, None]
-        return state, engine_api.ResultTokens(
+        return state, ScoredTokens(
             data=jnp.concatenate([decoded.tokens, valid_S1, generated_S1], axis=1),
             tokens_idx=(0, 1),
             valid_idx=(1, 2),
             length_idx=(2, 3),
             samples_per_slot=1,
+            logprobs=decoded.logprobs,
         )
 
     def get_prefix_destination_sharding(self) -> Any:

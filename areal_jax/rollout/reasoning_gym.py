@@ -30,6 +30,7 @@ NUMBERS = 2**31  # items of a task: reasoning_gym makes each one from a number
 INSTRUCTIONS = {
     "tags": "End with the answer between <answer> and </answer>, with nothing else between them.",
     "text": "Reply with the answer and nothing else.",
+    "number": "Reply with the answer, a number.",
 }
 
 
@@ -80,8 +81,9 @@ class Tasks:
     {"from": 20000, "tasks": {...}}]; "from" counts prompts, and ramps count from the start of their stage. Without
     `stage`, training goes through the stages by position, and held-out prompts are those of the last one, its ramps at
     their ends; with `stage` (0 the first, -1 the last) all prompts come from the end of that one. `answer_in` says
-    where the answer is to stand: in "tags" (<answer>...</answer>, the last ones count), or as the whole "text" of the
-    completion. `system` is the chat's system message.
+    where the answer is to stand: in "tags" (<answer>...</answer>, the last ones count), as the whole "text" of the
+    completion, or as the last "number" in it, for tasks whose answers are numbers. `system` is the chat's system
+    message.
 
     Difficulty follows the position and not the success rate so that a prompt stays a pure function of its position:
     groups end out of order on asynchronous servers, and a run that is resumed or replayed must ask the same. An

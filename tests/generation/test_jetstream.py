@@ -42,6 +42,25 @@ def greedy(prompt: list[int], params, n: int) -> list[int]:
     return tokens[len(prompt) :]
 
 
+def test_a_jetstream_result_has_the_logprobs_of_its_tokens():
+    engine = GreedyEngine(CONFIG, EngineOptions(slots=2, max_length=32, temperature=1.0))
+    weights = engine.load_params()
+    prompt = np.zeros((1, 16), np.int32)[0]
+    prompt[:3] = 1, 2, 3
+    prefix = engine.prefill(params=weights, padded_tokens=prompt, true_length=3)
+    state = engine.insert(prefix, engine.init_decode_state(), 1)
+    model, tokens = bind(graph(CONFIG), weights.params), [1, 2, 3]
+    for _ in range(3):
+        state, result = engine.generate(weights, state)
+        result = result.convert_to_numpy()
+        found = result.get_result_at_slot(1)
+        row = np.array([tokens], np.int32)
+        logits = model.logits(model(row, np.arange(len(tokens))[None], np.ones_like(row)))[0, -1]
+        tokens.append(int(found.tokens[0, 0]))
+        np.testing.assert_allclose(result.logprobs[1, 0], jax.nn.log_softmax(logits)[tokens[-1]], atol=1e-5)
+    assert not result.get_result_at_slot(0).valid.any()
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_jetstreams_own_driver_and_client_run_this_engine(unused_port):
     from jetstream.core import config_lib, server_lib

@@ -170,6 +170,12 @@ def test_with_answer_in_text_the_whole_completion_counts():
     assert [solves(completion=text, answer=answer) for text in texts] == [1.0, 0.0, 0.0, 0.0]
 
 
+def test_with_answer_in_number_the_final_number_counts_in_any_form():
+    answer = reference("gcd", {"answer": "6", "metadata": {}}, answer_in="number")
+    texts = ["It is 6.", "4 and 18, so 6.0", "**6**", "6 is not 7", "six", ""]
+    assert [solves(completion=text, answer=answer) for text in texts] == [1.0, 1.0, 1.0, 0.0, 0.0, 0.0]
+
+
 def test_the_pool_gives_verdicts_and_refuses_what_is_not_allowed(tmp_path):
     entry = gym_tasks.entry("chain_sum", {}, 7)
     file = tmp_path / "executed"

@@ -83,7 +83,11 @@ def test_the_prompt_says_where_the_answer_goes_and_passes_through_the_chat_templ
 
 
 def test_the_reward_understands_the_reference():
-    for answer_in, form in (("tags", "I say <answer>{}</answer>"), ("text", "{}")):
+    for answer_in, form in (
+        ("tags", "I say <answer>{}</answer>"),
+        ("text", "{}"),
+        ("number", "It is {}."),
+    ):
         prompt = source(tasks=SUMS, answer_in=answer_in)[3]
         right = json.loads(prompt.answer)["answer"]
         assert solves(completion=form.format(right), answer=prompt.answer, prompt=prompt.text) == 1.0
@@ -167,7 +171,7 @@ def test_a_ramp_is_linear_from_the_start_of_its_stage_and_stays_at_its_end():
         ({"tasks": {"gcd": {"max_numbers": {"ramp": [3, 1], "over": 5}}}}, "gcd refuses {'max_numbers': 1}"),
         ({"tasks": {"gcd": {"max_numbers": {"ramp": [3, 5]}}}}, r"task gcd: max_numbers=.*a ramp is"),
         ({"tasks": {"gcd": {"weight": 0}}}, "task gcd: weight=0 must be more than 0"),
-        ({"tasks": SUMS, "answer_in": "box"}, "answer_in='box' must be one of tags, text"),
+        ({"tasks": SUMS, "answer_in": "box"}, "answer_in='box' must be one of tags, text, number"),
         ({"curriculum": [{"from": 5, "tasks": SUMS}]}, r"has stages from \[5\]; the first is from 0"),
         ({"curriculum": [{"from": 0, "tasks": SUMS}] * 2}, r"stages from \[0, 0\]"),
         ({"curriculum": [{"from": 0, "task": SUMS}]}, "a stage is"),
