@@ -25,7 +25,7 @@ import matplotlib.pyplot as plt
 _OUT = runs.OUT
 _MODEL = flags.DEFINE_string("model", "runs/smollm2", "What experiments.smollm2_model wrote.")
 _TASKS = flags.DEFINE_list(
-    "tasks", ["one_digit:40", "two_digits:110", "chain_sum:80"], "TASK:STEPS of configs/smollm2_135m_math.py."
+    "tasks", ["one_digit:40", "two_digits:160", "chain_sum:80"], "TASK:STEPS of configs/smollm2_135m_math.py."
 )
 
 CONFIG = "configs/smollm2_135m_math.py"
