@@ -9,12 +9,13 @@ decode path, and rebuilding the cache under new weights is a prefill over the sl
 
 Every program is one jit in sight, and compiled ahead for each length bucket by `warm_up`.
 
-Shapes: S slots, C tokens a slot can hold, B rows of a prefill, L tokens of a row, T decode steps of one dispatch.
+Shapes: S slots, P of them that a step takes, C tokens a slot can hold, B rows of a prefill, L tokens of a row, T decode
+steps of one dispatch.
 """
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -28,7 +29,7 @@ from third_party.jetstream import compat  # noqa: F401  isort: skip  (mends JetS
 from jetstream.engine import engine_api, tokenizer_pb2
 
 from areal_jax.generation import placement, sampling
-from areal_jax.generation.buckets import PrefillShapes, default_buckets
+from areal_jax.generation.buckets import PrefillShapes, default_buckets, default_widths
 from areal_jax.generation.jetstream_tokenizer import JetStreamTokenizer
 from areal_jax.models import attention_kernels, decode, kv_cache
 from areal_jax.models.kv_cache import CacheLayout, KVCache
@@ -119,6 +120,7 @@ class EngineOptions:
     prefill_rows: int = 8
     prefill_tokens: int = 32768  # most tokens of one prefill or recompute, if that is more than one row
     length_buckets: tuple[int, ...] = ()
+    slot_buckets: tuple[int, ...] = ()
     dtype: str = "float32"
     temperature: float = 1.0  # of requests that come through JetStream, which has no field for it
     seed: int = 0  # likewise
@@ -144,10 +146,17 @@ class Engine(engine_api.Engine):
                 f"generation.length_buckets={self.buckets} end below the longest sequence, {options.max_length} tokens "
                 f"(data.max_prompt_tokens + the most new tokens); add a bucket of at least {options.max_length}"
             )
+        devices = tuple(devices) or tuple(jax.devices())
+        self.widths = tuple(sorted(options.slot_buckets)) or default_widths(options.slots, devices[0].platform)
+        if self.widths[-1] != options.slots or self.widths[0] < 1:
+            raise ValueError(
+                f"generation.slot_buckets={self.widths} must be numbers of slots, the largest of them all "
+                f"{options.slots} of generation.slots; add {options.slots}"
+            )
         self.shapes = PrefillShapes(self.buckets, min(options.prefill_rows, options.slots), options.prefill_tokens)
         self._tokenizer = tokenizer
         self._inserted = 0  # sequences that came through JetStream; each samples with a key of its own
-        self._mesh = mesh = placement.make_mesh(config, options.tensor, tuple(devices) or jax.devices())
+        self._mesh = mesh = placement.make_mesh(config, options.tensor, devices)
         kernels = attention_kernels.kernels_for(config.kernels, mesh)
         graphdef = graph(config, kernels)
         self._layout = kernels.cache
@@ -162,7 +171,7 @@ class Engine(engine_api.Engine):
         self._rebuild = jax.jit(rebuild, donate_argnames="state", out_shardings=state)
         self._deactivate = jax.jit(_deactivate, donate_argnames="state", out_shardings=state)
         self._decode = jax.jit(
-            functools.partial(_decode, graphdef, mesh, draw),
+            functools.partial(_decode, graphdef, self._layout, mesh, draw),
             static_argnames=("attended", "steps"),
             donate_argnames="state",
             out_shardings=(state, everywhere),
@@ -215,9 +224,19 @@ class Engine(engine_api.Engine):
         tokens_BL = self._history(state, slots_B, length=bucket)
         return self._rebuild(state, self._prefill(weights.params, tokens_BL), row_of_slot_S)
 
-    def decode(self, weights: Weights, state: DecodeState, longest: int) -> tuple[DecodeState, Decoded]:
-        """Up to `decode_steps` tokens for every active slot, none of which exceeds `longest` tokens by then."""
-        return self._decode(weights.params, state, attended=self.bucket(longest), steps=self.options.decode_steps)
+    def decode(
+        self, weights: Weights, state: DecodeState, longest: int, running: Collection[int] | None = None
+    ) -> tuple[DecodeState, Decoded]:
+        """Up to `decode_steps` tokens for every active slot, none of which exceeds `longest` tokens by then.
+
+        All active slots are among `running` (None: any may be), of which the narrowest compiled step takes as many.
+        """
+        slots = range(self.options.slots) if running is None else running
+        width = next(width for width in self.widths if width >= len(slots))
+        slots_P = np.full(width, self.options.slots, np.int32)  # beyond the last slot: none
+        slots_P[: len(slots)] = list(slots)
+        attended, steps = self.bucket(longest), self.options.decode_steps
+        return self._decode(weights.params, state, slots_P, attended=attended, steps=steps)
 
     def deactivate(self, state: DecodeState, slots: Sequence[int]) -> DecodeState:
         """Stops these slots where they are."""
@@ -234,7 +253,8 @@ class Engine(engine_api.Engine):
             for rows in {1, self.shapes.most(bucket)}:
                 state = self.admit(weights, state, [np.zeros(bucket, np.int32)] * rows, nothing)
                 state = self.recompute(weights, state, range(rows), [bucket] * rows)
-            state, _ = self.decode(weights, state, bucket)
+            for width in self.widths:
+                state, _ = self.decode(weights, state, bucket, range(width))
         jax.block_until_ready(self.deactivate(state, []))
         report(len(self.buckets), len(self.buckets))
 
@@ -271,7 +291,8 @@ class Engine(engine_api.Engine):
 
     def generate(self, params: Weights, decode_state: DecodeState) -> tuple[DecodeState, Any]:
         """One token per slot, as JetStream's `ResultTokens` of columns token, valid, length, with log-probabilities."""
-        state, decoded = self._decode(params.params, decode_state, attended=self.buckets[-1], steps=1)
+        slots_S = np.arange(self.options.slots, dtype=np.int32)
+        state, decoded = self._decode(params.params, decode_state, slots_S, attended=self.buckets[-1], steps=1)
         valid_S1 = (decoded.count > 0).astype(jnp.int32)[:, None]
         generated_S1 = (state.length - state.prompt_length)[:, None]
         return state, ScoredTokens(
@@ -431,16 +452,41 @@ def _draw_batch_invariant(model: Transformer, state: DecodeState, logits_SV: Arr
 
 def _decode(
     graphdef: nnx.GraphDef,
+    layout: CacheLayout,
     mesh: Mesh,
     draw: Callable[[Transformer, DecodeState, Array], tuple[Array, Array]],
     params: Params,
+    state: DecodeState,
+    slots_P: Array,
+    *,
+    attended: int,
+    steps: int,
+) -> tuple[DecodeState, Decoded]:
+    """Decodes until every slot of `slots` (where they are fewer than all) has `steps` more tokens or is done."""
+    through = functools.partial(_through, bind(graphdef, params), mesh, draw, attended=attended, steps=steps)
+    S, P = len(state.length), len(slots_P)
+    if P == S:
+        return through(state)
+    near = tuple(layer[: layout.reaching(layer, attended)] for layer in state.cache.layers)
+    whole = dataclasses.replace(state, cache=KVCache(near))
+    part, decoded = through(jax.tree.map(lambda array: array.at[slots_P].get(mode="fill", fill_value=0), whole))
+    put = lambda array, rows: array.at[slots_P].set(rows, mode="drop")  # noqa: E731
+    whole = jax.tree.map(put, whole, part)
+    layers = tuple(ours + all_[len(ours) :] for ours, all_ in zip(whole.cache.layers, state.cache.layers, strict=True))
+    decoded = jax.tree.map(lambda rows: put(jnp.zeros((S, *rows.shape[1:]), rows.dtype), rows), decoded)
+    return dataclasses.replace(whole, cache=KVCache(layers)), decoded
+
+
+def _through(
+    model: Transformer,
+    mesh: Mesh,
+    draw: Callable[[Transformer, DecodeState, Array], tuple[Array, Array]],
     state: DecodeState,
     *,
     attended: int,
     steps: int,
 ) -> tuple[DecodeState, Decoded]:
-    """Decodes until every slot has `steps` more tokens or is done."""
-    model = bind(graphdef, params)
+    """Decode steps until every slot of a state has `steps` more tokens or is done."""
     S, C = state.tokens.shape
     slots_S = jnp.arange(S)
     decoded = Decoded(

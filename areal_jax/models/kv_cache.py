@@ -62,6 +62,10 @@ class CacheLayout:
             if start < tokens
         )
 
+    def reaching(self, layer: LayerCache, tokens: int) -> int:
+        """How many pieces of a layer hold its first `tokens`."""
+        return sum(start < tokens for start, _ in self._placed(layer))
+
     def with_token(
         self, layer: LayerCache, key_SKH: Array, value_SKH: Array, positions_S: Array, most: int
     ) -> LayerCache:

@@ -27,11 +27,11 @@ class Watched(ByHand):
             self.prefills.append(len(rows))
             return admit(weights, state, rows, requests)
 
-        def watched_decode(weights, state, longest):
+        def watched_decode(weights, state, longest, running):
             self.events.append("decode")
             self.decoding.append({slot.ticket.request.uid for slot in self.scheduler._slots.values()})
             self.attended.append(ENGINE.bucket(longest))
-            return decode(weights, state, longest)
+            return decode(weights, state, longest, running)
 
         def watched_collect():
             self.events += ["collect"] * (self.scheduler._pending is not None)

@@ -84,7 +84,8 @@ def collectives(text: str) -> dict[str, list[tuple[int, ...]]]:
 def test_a_decode_step_sums_twice_per_layer_and_gathers_its_logits_only(config):
     engine = engine_of(2, config)
     weights, state = weights_of(engine, 1), engine.init_decode_state()
-    compiled = engine._decode.lower(weights.params, state, attended=16, steps=4).compile()
+    slots = np.arange(engine.options.slots, dtype=np.int32)
+    compiled = engine._decode.lower(weights.params, state, slots, attended=16, steps=4).compile()
     found = collectives(compiled.as_text())
     S, V, D = engine.options.slots, config.vocab_rows, config.d_model
     assert [int(np.prod(shape)) for shape in found.pop("all-reduce")] == [S * D] * (2 * config.layers + 1)
