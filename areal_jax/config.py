@@ -21,6 +21,8 @@ from ml_collections import ConfigDict
 
 DATA_FILES = (".jsonl", ".json", ".parquet", ".jsonl.gz", ".json.gz")
 HUB = "hub:"  # begins the name of a data set on the Hugging Face Hub
+PROFILED = re.compile(r"(\d+):(\d+)")  # profile.steps
+OPTIONS = ("data.options.", "eval.options.", "sft.options.", "sft.eval_options.")  # keys that are free
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,13 +37,27 @@ class RunConfig:
     cores: tuple[int, ...] = ()  # pins trainer, generator 0, generator 1, ... to a core each; empty: the system decides
 
 
+Projection = Literal["query", "key", "value", "out", "gate", "up", "down"]
+
+
+@dataclasses.dataclass(frozen=True)
+class LoraConfig:
+    """Low-rank adapters W + alpha / rank * A B; with them nothing else trains (arXiv 2106.09685, PEFT's names)."""
+
+    rank: int = 0  # 0: no adapters, the weights themselves train
+    alpha: float = 16.0
+    targets: tuple[Projection, ...] = ("query", "key", "value", "out", "gate", "up", "down")  # in every layer
+
+
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """The model and its tokenizer."""
+    """The model and its tokenizer, and what of it trains."""
 
     path: str = ""  # a directory in the Hugging Face format, or a hub id like "Qwen/Qwen2.5-1.5B-Instruct"
     shape: str = ""  # a config.json that the model must agree with; --dry_run plans with it before the download
     attention: Literal["auto", "plain"] = "auto"  # auto: the kernels of the accelerator, for the shapes they take
+    lora: LoraConfig = LoraConfig()
+    freeze: tuple[str, ...] = ()  # regular expressions of whole parameter names that do not train, nor get an adapter
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,6 +108,7 @@ class GenerationConfig:
     max_length: int = 0  # tokens that a slot holds; 0: data.max_prompt_tokens + the most new tokens
     decode_steps: int = 8  # tokens per slot and dispatch, the most that a swap waits for
     length_buckets: tuple[int, ...] = ()  # cache lengths to compile for; empty: powers of two
+    slot_buckets: tuple[int, ...] = ()  # slots to compile decoding for; empty: all, on a CPU a quarter of them as well
     prefill_rows: int = 8  # prompts (or slots to recompute) per prefill
     prefill_tokens: int = 32768  # most tokens of one prefill, padding too; longer rows go one by one (bytes: --dry_run)
     double_buffer: bool = True  # new weights load beside the old ones; False: in their place, while nothing decodes
@@ -114,6 +131,7 @@ class OptimizerConfig:
     eps: float = 1e-5
     weight_decay: float = 0.05
     max_grad_norm: float = 1.0
+    moment_dtype: Literal["float32", "bfloat16"] = "float32"  # of the first moment; the second is float32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,6 +156,15 @@ class MeshConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class DistributedConfig:
+    """The trainer as several processes, each with its own devices, of which trainer.mesh then is."""
+
+    coordinator: str = ""  # host:port of process 0, as all reach it; 127.0.0.1:0 where `main` starts them, here
+    processes: int = 1
+    timeout_s: float = 300.0  # for all to meet, before the first step and at the end
+
+
+@dataclasses.dataclass(frozen=True)
 class CheckpointConfig:
     every: int = 20  # steps; 0 = only at the end
     keep: int = 2
@@ -148,16 +175,19 @@ class TrainerConfig:
     """The training loop. A batch is prompts_per_step * rollout.group_size trajectories."""
 
     address: str = "127.0.0.1:0"
-    steps: int = 250
+    steps: int = 250  # versions; with sft.data, updates, 0: as many as sft.epochs need
     prompts_per_step: int = 512
     token_budget: int = 32768  # most tokens of a microbatch (AReaL: max_tokens_per_mb)
     row_buckets: tuple[int, ...] = ()  # row lengths to compile for; empty: powers of two
     dtype: Literal["float32", "bfloat16"] = "float32"  # of the forward pass; weights and optimizer are float32
-    logprob_chunk: int = 1024  # tokens whose logits exist at a time
+    remat: Literal["none", "layers", "dots"] = "none"  # computed again in the backward pass: see transformer.REMAT
+    logprob_chunk: int = 1024  # tokens whose logits exist at a time, per shard of rows
+    skipped_in_a_row: int = 8  # updates without a finite gradient that end the run
     batch_timeout_s: float = 1800.0
     optimizer: OptimizerConfig = OptimizerConfig()
     objective: ObjectiveConfig = ObjectiveConfig()
     mesh: MeshConfig = MeshConfig()
+    distributed: DistributedConfig = DistributedConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
 
 
@@ -186,9 +216,31 @@ class EvaluationConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class SftConfig:
+    """Supervised fine-tuning: with `data` set, a run imitates responses, in one process, and nothing is generated."""
+
+    data: str = ""  # as data.train: rows with a prompt and a response, or with `messages` (rollout/examples.py)
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)  # template, system, chat; or the factory's
+    prompt: str = "prompt"  # column
+    response: str = "response"  # column
+    max_length: int = 2048  # tokens of prompt, response and end; longer examples are reported and left out
+    batch_size: int = 64  # examples per update
+    epochs: int = 1  # over the data, where trainer.steps=0
+    eval_data: str = ""  # held-out examples, whose loss is measured every eval.every updates; empty: none
+    eval_options: dict[str, Any] = dataclasses.field(default_factory=dict)  # as options, for eval_data
+
+
+@dataclasses.dataclass(frozen=True)
 class MetricsConfig:
     tensorboard: bool = True
     wandb: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class ProfileConfig:
+    """Profiler traces of trainer and generation servers, in the run's directory under profile/."""
+
+    steps: str = ""  # "10:12" = training steps 10 to 12, counted from 1; empty: none
 
 
 @dataclasses.dataclass(frozen=True)
@@ -204,7 +256,9 @@ class Config:
     trainer: TrainerConfig = TrainerConfig()
     weights: WeightsConfig = WeightsConfig()
     eval: EvaluationConfig = EvaluationConfig()
+    sft: SftConfig = SftConfig()
     metrics: MetricsConfig = MetricsConfig()
+    profile: ProfileConfig = ProfileConfig()
 
     @property
     def batch_size(self) -> int:
@@ -215,6 +269,11 @@ class Config:
     def max_length(self) -> int:
         """Tokens of the longest possible sequence, prompt and completion."""
         return self.data.max_prompt_tokens + self.rollout.max_new_tokens
+
+    @property
+    def trained_length(self) -> int:
+        """Tokens of the longest sequence that trains."""
+        return self.sft.max_length if self.sft.data else self.max_length
 
     @property
     def eval_max_new_tokens(self) -> int:
@@ -236,6 +295,12 @@ class Config:
         """What the rows of the vocabulary are padded to a multiple of: both tensor axes divide it."""
         # A trainer's axis of -1 (what the others leave) is only known on its devices: the mesh then says what must fit.
         return math.lcm(max(1, self.trainer.mesh.tensor), max(1, self.generation.tensor))
+
+    @property
+    def profiled_steps(self) -> range:
+        """Training steps of which a profile is made, counted from 1."""
+        found = PROFILED.fullmatch(self.profile.steps)
+        return range(int(found[1]), int(found[2]) + 1) if found else range(0)
 
     @property
     def run_dir(self) -> pathlib.Path:
@@ -290,8 +355,8 @@ def _convert(wanted: Any, value: Any, path: str) -> Any:
 
 
 def is_key(path: str) -> bool:
-    """Whether a dotted path names a value of the config (or one of the free-form data.options and eval.options)."""
-    return path in _paths(Config, "") or path.startswith(("data.options.", "eval.options."))
+    """Whether a dotted path names a value of the config (or one of the free-form options of a data set)."""
+    return path in _paths(Config, "") or path.startswith(OPTIONS)
 
 
 def wrong_text(path: str, text: str) -> str:
@@ -327,6 +392,72 @@ def check(config: Config) -> None:
 
     Needs no device: what depends on the mesh is checked by the trainer before it compiles anything.
     """
+    _check_profile(config)
+    if config.sft.data:
+        _check_supervised(config)
+    else:
+        _check_reinforcement(config)
+
+
+def _check_profile(config: Config) -> None:
+    text, steps = config.profile.steps, config.profiled_steps
+    if text and not PROFILED.fullmatch(text):
+        raise ValueError(
+            f"config.profile.steps={text!r} must be FIRST:LAST, two training steps counted from 1, like 10:12; one "
+            "step is 10:10, and empty is no profile"
+        )
+    last = config.trainer.steps or math.inf  # supervised, 0: known only with the data
+    if text and not (steps and steps[0] >= 1 and steps[-1] <= last):
+        raise ValueError(
+            f"config.profile.steps={text!r} must name training steps of this run: FIRST at least 1 and not above LAST, "
+            f"LAST at most trainer.steps={last}"
+        )
+
+
+def _check_supervised(config: Config) -> None:
+    """Of what generates, asks and judges nothing is needed."""
+    settings = config.sft
+    if config.data.train:
+        raise ValueError(
+            f"config.sft.data={settings.data} (supervised fine-tuning) and config.data.train={config.data.train} "
+            "(reinforcement learning) are both set; leave one of them empty: --config.data.train= or --config.sft.data="
+        )
+    _check_bounds(config)
+    if config.trainer.distributed.processes > 1:
+        raise ValueError(
+            f"config.trainer.distributed.processes={config.trainer.distributed.processes}: supervised fine-tuning "
+            "(sft.data) runs in one process, on all devices that it sees; set processes=1"
+        )
+    _check_model(config)
+    _check_lora(config.model.lora)
+    for key, spec in _sft_data(config):
+        _check_data(key, spec)
+    if not settings.prompt or not settings.response or settings.prompt == settings.response:
+        raise ValueError(
+            f"config.sft.prompt={settings.prompt!r} and config.sft.response={settings.response!r} must name two "
+            "columns of the data"
+        )
+    if config.trainer.token_budget < settings.max_length:
+        raise ValueError(
+            f"config.trainer.token_budget={config.trainer.token_budget} is less than the longest example, "
+            f"config.sft.max_length={settings.max_length} tokens; raise it to at least {settings.max_length}, or lower "
+            "sft.max_length"
+        )
+
+
+def _sft_data(config: Config) -> list[tuple[str, str]]:
+    """(key, data set) of the examples that are there."""
+    named = [("sft.data", config.sft.data), ("sft.eval_data", config.sft.eval_data)]
+    return [(key, spec) for key, spec in named if spec]
+
+
+def _check_reinforcement(config: Config) -> None:
+    if config.sft.eval_data:
+        raise ValueError(
+            f"config.sft.eval_data={config.sft.eval_data} is set and config.sft.data is not; held-out examples belong "
+            "to supervised fine-tuning: give --config.sft.data=FILE, or --config.eval.data for the problems of an "
+            "evaluation"
+        )
     _check_evaluation(config, {"data.train": config.data.train, "eval.data": config.eval.data})
     if config.trainer.prompts_per_step % config.trainer.objective.minibatches:
         raise ValueError(
@@ -348,6 +479,8 @@ def check(config: Config) -> None:
     if config.rollout.temperature == 0:
         raise ValueError("config.rollout.temperature=0 samples greedily, which gives no gradient; 1.0 is the paper's")
     _check_advantages(config)
+    _check_distributed(config)
+    _check_lora(config.model.lora)
     if config.rollout.group_size > config.generation.max_waiting:
         raise ValueError(
             f"config.rollout.group_size={config.rollout.group_size} exceeds "
@@ -433,6 +566,36 @@ def _check_advantages(config: Config) -> None:
         )
 
 
+def _check_distributed(config: Config) -> None:
+    settings = config.trainer.distributed
+    if settings.processes == 1:
+        return
+    if not re.fullmatch(r".+:[0-9]+", settings.coordinator):
+        raise ValueError(
+            f"config.trainer.distributed.coordinator={settings.coordinator!r} must be host:port of process 0, at which "
+            f"the {settings.processes} processes of the trainer meet; 127.0.0.1:0 when all of them are on this machine "
+            "and started by main"
+        )
+    if config.run.launch == "threads":
+        raise ValueError(
+            f"config.run.launch=threads is a run in one process, and config.trainer.distributed.processes="
+            f"{settings.processes}; set launch=processes, or processes=1"
+        )
+    if config.run.cores:
+        raise ValueError(
+            f"config.run.cores={config.run.cores} has one core for the trainer, and "
+            f"config.trainer.distributed.processes={settings.processes}; leave cores empty"
+        )
+
+
+def _check_lora(lora: LoraConfig) -> None:
+    if lora.rank and (lora.alpha <= 0 or not lora.targets):
+        raise ValueError(
+            f"config.model.lora.rank={lora.rank} with alpha={lora.alpha} and targets={lora.targets}: adapters need an "
+            "alpha above 0 and at least one target, or none of them ever changes the model; rank=0 trains without them"
+        )
+
+
 def _bounds(config: Config) -> list[tuple[str, float, float]]:
     """(key, value, least allowed value)."""
     return [
@@ -441,6 +604,7 @@ def _bounds(config: Config) -> list[tuple[str, float, float]]:
         ("rollout.max_new_tokens", config.rollout.max_new_tokens, 1),
         ("rollout.temperature", config.rollout.temperature, 0),
         ("rollout.max_consecutive_failures", config.rollout.max_consecutive_failures, 1),
+        ("model.lora.rank", config.model.lora.rank, 0),
         ("data.max_prompt_tokens", config.data.max_prompt_tokens, 1),
         ("reward.workers", config.reward.workers, 1),
         ("generation.slots", config.generation.slots, 1),
@@ -449,11 +613,14 @@ def _bounds(config: Config) -> list[tuple[str, float, float]]:
         ("generation.prefill_rows", config.generation.prefill_rows, 1),
         ("generation.tensor", config.generation.tensor, 1),
         ("generation.prefill_tokens", config.generation.prefill_tokens, 1),
-        ("trainer.steps", config.trainer.steps, 1),
+        ("trainer.steps", config.trainer.steps, 0 if config.sft.data else 1),
         ("trainer.prompts_per_step", config.trainer.prompts_per_step, 1),
         ("trainer.logprob_chunk", config.trainer.logprob_chunk, 1),
+        ("trainer.skipped_in_a_row", config.trainer.skipped_in_a_row, 1),
         ("trainer.objective.minibatches", config.trainer.objective.minibatches, 1),
         ("trainer.objective.clip_eps", config.trainer.objective.clip_eps, 0),
+        ("trainer.distributed.processes", config.trainer.distributed.processes, 1),
+        ("trainer.distributed.timeout_s", config.trainer.distributed.timeout_s, 1),
         ("trainer.optimizer.lr", config.trainer.optimizer.lr, 0),
         ("trainer.checkpoint.every", config.trainer.checkpoint.every, 0),
         ("trainer.checkpoint.keep", config.trainer.checkpoint.keep, 1),
@@ -462,6 +629,9 @@ def _bounds(config: Config) -> list[tuple[str, float, float]]:
         ("eval.max_new_tokens", config.eval.max_new_tokens, 0),
         ("eval.temperature", config.eval.temperature, 0),
         ("eval.top_k", config.eval.top_k, 0),
+        ("sft.max_length", config.sft.max_length, 2),
+        ("sft.batch_size", config.sft.batch_size, 1),
+        ("sft.epochs", config.sft.epochs, 1),
         ("reward.timeout_s", config.reward.timeout_s, 0),
         ("reward.memory_gb", config.reward.memory_gb, 0),
         ("eval.samples", config.eval.samples, 1),
@@ -514,7 +684,8 @@ def _check_data(key: str, spec: str) -> None:
 
 def check_packages(config: Config) -> None:
     """Raises ValueError for an optional package that a run of this config needs, and a plan of it does not."""
-    for key, spec in (("data.train", config.data.train), ("eval.data", config.eval.data)):
+    asked = [("data.train", config.data.train), ("eval.data", config.eval.data)]
+    for key, spec in _sft_data(config) if config.sft.data else asked:
         if spec.startswith(HUB):
             require("datasets", "a data set of the Hugging Face Hub", key)
         elif spec.endswith(".parquet"):

@@ -5,6 +5,9 @@ tokenizer and chat template. Out: config.json, weights, tokenizer and generation
 `model.path` load. Called by people. Waits for the disk: it takes no accelerator, and reads and writes one parameter at
 a time, so that it may run beside the training whose checkpoint it takes.
 
+A run with `model.lora` is written with its adapters merged into the model, or with `--adapter` as the adapter alone, in
+the format of PEFT (adapter_config.json, adapter_model.safetensors), for the model directory that the run began with.
+
 By default the weights are float32, the trainer's own to the last bit. `--dtype=bfloat16` halves the files and rounds;
 `--dtype=source` takes the dtype that the model directory has.
 """
@@ -25,6 +28,7 @@ from areal_jax.tokenizer import Tokenizer
 _CHECKPOINT = flags.DEFINE_string("checkpoint", None, "A run's directory, its checkpoints/, or one version in there.")
 _OUT = flags.DEFINE_string("out", None, "The directory to write; it must not exist, or be empty.")
 _MODEL = flags.DEFINE_string("model", "", "Where the tokenizer is taken from; empty: model.path of the run.")
+_ADAPTER = flags.DEFINE_bool("adapter", False, "Of a run with model.lora: the adapter alone, in PEFT's format.")
 _DTYPE = flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16", "source"], "Of the weights in the files.")
 
 # Copied as they are, where the model directory has them. generation_config.json is completed: see `generation_config`.
@@ -50,7 +54,8 @@ def main(argv: Sequence[str]) -> int:
     os.environ["JAX_PLATFORMS"] = "cpu"  # a run may be going on there
     with command_line.plain_errors():
         checkpoint, out = pathlib.Path(_CHECKPOINT.value or ""), pathlib.Path(_OUT.value or "")
-        print(export(checkpoint, out, model=_MODEL.value, dtype=_DTYPE.value))
+        write = export_adapter if _ADAPTER.value else export
+        print(write(checkpoint, out, model=_MODEL.value, dtype=_DTYPE.value))
     return 0
 
 
@@ -74,6 +79,40 @@ def export(checkpoint: pathlib.Path, out: pathlib.Path, *, model: str = "", dtyp
     return (
         f"{out}: version {params.version} of {version.parent.parent}, {param_count(params.model_config):,} parameters "
         f"in {dtype}, {len(files)} file(s) of weights; tokenizer from {source}"
+    )
+
+
+def export_adapter(checkpoint: pathlib.Path, out: pathlib.Path, *, model: str = "", dtype: str = "float32") -> str:
+    """The same for the adapter of a run with `model.lora`. Raises ValueError for a run without one."""
+    from areal_jax.models import peft_files, safetensors_files
+    from areal_jax.trainer import lora
+    from areal_jax.trainer.checkpoint import SavedParams
+
+    version = find_version(checkpoint)
+    params, base = SavedParams(version), model or source_name(version)
+    trainable = params.trainable
+    if not trainable.adapted:
+        raise ValueError(
+            f"--adapter: {version} is of a run without model.lora, which trained the weights themselves; without "
+            "--adapter the whole model is written"
+        )
+    if dtype == "source":
+        dtype = safetensors_files.stored_dtype(find_source(version, model))
+    factors = {name: params.read(name) for kernel in trainable.adapted for name in lora.factors(kernel)}
+    with safetensors_files.new_directory(out) as directory:
+        peft_files.write_adapter(
+            directory,
+            params.model_config,
+            factors,
+            trainable.adapted,
+            alpha=trainable.scale * trainable.rank,
+            base=base,
+            dtype=dtype,
+        )
+    numbers = sum(factor.size for factor in factors.values())
+    return (
+        f"{out}: the adapter of version {params.version} of {version.parent.parent}, {numbers:,} parameters of rank "
+        f"{trainable.rank} in {dtype}, for {base}"
     )
 
 
@@ -101,16 +140,26 @@ def find_source(version: pathlib.Path, model: str) -> pathlib.Path:
     """
     if model:
         return model_directory(model)
-    saved = version.absolute().parent.parent / "config.json"
+    path = source_name(version)
+    try:
+        return model_directory(path)
+    except (FileNotFoundError, ValueError) as error:
+        named = f"{_run_config(version)} names it; say where it is now with --model=DIR"
+        raise FileNotFoundError(f"{error}. {named}") from error
+
+
+def source_name(version: pathlib.Path) -> str:
+    """The model.path of the run."""
+    saved = _run_config(version)
     if not saved.exists():
         raise FileNotFoundError(
             f"{saved} is not there, and nothing else says which model directory has the tokenizer; give --model=DIR"
         )
-    path = json.loads(saved.read_text())["model"]["path"]
-    try:
-        return model_directory(path)
-    except (FileNotFoundError, ValueError) as error:
-        raise FileNotFoundError(f"{error}. {saved} names it; say where it is now with --model=DIR") from error
+    return str(json.loads(saved.read_text())["model"]["path"])
+
+
+def _run_config(version: pathlib.Path) -> pathlib.Path:
+    return version.absolute().parent.parent / "config.json"
 
 
 def copy_rest(source: pathlib.Path, directory: pathlib.Path) -> None:

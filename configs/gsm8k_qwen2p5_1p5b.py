@@ -15,8 +15,8 @@ What of their setting has no key here, and what takes its place:
 - rewards are normalised within their group, which is the same here, and advantages then once more over the tokens of
   the batch, which here they are not: the scale of the loss differs;
 - behav_imp_weight_cap=5: the weight pi_prox / pi_behav is not capped here;
-- gradient_checkpointing, SGLang's memory fraction, max_concurrent_rollouts=256: the staleness gate and the slots of the
-  generation servers bound what is in flight here;
+- SGLang's memory fraction, max_concurrent_rollouts=256: the staleness gate and the slots of the generation servers
+  bound what is in flight here;
 - their weights are bfloat16 with an Adam of their own; weights and optimizer are float32 here, the forward pass and the
   generation servers bfloat16;
 - shuffling: both are seeded, the orders differ. Their 10 epochs of 7,473 // 256 = 29 batches are 290 steps, and they
@@ -54,7 +54,8 @@ def get_config():
     config.trainer.address = "127.0.0.1:29500"
     config.trainer.steps = 290
     config.trainer.prompts_per_step = 256
-    config.trainer.token_budget = 4 * 4096  # theirs is 10,240 on each device, with activations computed twice
+    config.trainer.token_budget = 4 * 10240  # theirs is for each device
+    config.trainer.remat = "layers"  # their gradient_checkpointing
     config.trainer.mesh.fsdp = 4
     config.trainer.dtype = "bfloat16"
     config.trainer.optimizer.lr = 1.7e-5

@@ -119,7 +119,18 @@ def test_an_evaluation_alone_asks_for_nothing_of_training(tmp_path):
         ("eval.top_p", 1.5, r"config.eval.top_p=1.5 must be above 0 and at most 1"),
         ("eval.top_k", -1, "config.eval.top_k=-1 must be at least 0"),
         ("eval.max_new_tokens", -1, "config.eval.max_new_tokens=-1 must be at least 0"),
+        ("trainer.distributed", {"processes": 0}, "config.trainer.distributed.processes=0 must be at least 1"),
+        ("trainer.distributed", {"processes": 2}, "coordinator='' must be host:port of process 0, at which the 2"),
+        ("trainer.distributed", {"processes": 2, "coordinator": "host"}, "coordinator='host' must be host:port"),
         ("generation.length_buckets", (512, 28671), "end below the longest sequence, 28672 tokens.*of at least 28672"),
+        ("profile.steps", "10-12", "'10-12' must be FIRST:LAST, two training steps counted from 1, like 10:12"),
+        ("profile.steps", "12:10", "FIRST at least 1 and not above LAST, LAST at most trainer.steps=250"),
+        ("profile.steps", "0:3", "FIRST at least 1"),
+        ("profile.steps", "240:251", "LAST at most trainer.steps=250"),
+        ("model.lora", {"rank": -1}, "config.model.lora.rank=-1 must be at least 0"),
+        ("model.lora", {"rank": 8, "alpha": 0.0}, "rank=8 with alpha=0.0 .*an alpha above 0 and at least one target"),
+        ("model.lora", {"rank": 8, "targets": ()}, r"targets=\(\): adapters need an alpha above 0 and at least one"),
+        ("model.lora", {"targets": ("head",)}, "model.lora.targets='head' must be one of query, key, value, out, gate"),
         ("model.path", "/nowhere", "no such directory"),
         ("data.train", "nowhere.jsonl", "no such file"),
         ("data.train", "nowhere.json", r"config.data.train=nowhere.json: no such file \(looked for /"),
@@ -169,6 +180,49 @@ def test_what_is_on_the_disk_is_no_hub_id(tmp_path, monkeypatch):
     assert config_lib.is_hub_id("org/name")
     (tmp_path / "org" / "name").mkdir(parents=True)
     assert not config_lib.is_hub_id("org/name")
+
+
+def supervised(tmp_path):
+    config = default_config()
+    config.model.path = str(tmp_path)
+    config.sft.data = "areal_jax.config:get_config"
+    config.trainer.steps = 0
+    return config
+
+
+def test_supervised_fine_tuning_asks_for_nothing_of_generation_and_reward(tmp_path):
+    config = supervised(tmp_path)
+    config.rollout.temperature, config.reward.function = 0.0, "nowhere:nothing"
+    check(build(config))
+    assert build(config).trained_length == config.sft.max_length
+    config.sft.data = ""
+    with pytest.raises(ValueError, match="config.trainer.steps=0 must be at least 1"):
+        check(build(config))
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        ("data.train", "x.jsonl", r"sft.data=.* and config.data.train=x.jsonl .*both set; leave one of them empty"),
+        ("sft.data", "", r"config.sft.eval_data=.* is set and config.sft.data is not"),
+        ("sft.data", "nowhere.jsonl", "config.sft.data=nowhere.jsonl: no such file"),
+        ("sft.eval_data", "nowhere.csv", "config.sft.eval_data='nowhere.csv' must be a .jsonl"),
+        ("sft.response", "prompt", "config.sft.prompt='prompt' and config.sft.response='prompt' must name two columns"),
+        ("sft.max_length", 99999, "token_budget=32768 is less than the longest example, config.sft.max_length=99999"),
+        ("sft.batch_size", 0, "config.sft.batch_size=0 must be at least 1"),
+        ("sft.epochs", 0, "config.sft.epochs=0 must be at least 1"),
+        ("trainer.steps", -1, "config.trainer.steps=-1 must be at least 0"),
+        ("trainer.distributed.processes", 2, "supervised fine-tuning .* runs in one process"),
+        ("model.lora.rank", -1, "config.model.lora.rank=-1 must be at least 0"),
+    ],
+)
+def test_what_contradicts_supervised_fine_tuning_is_refused(tmp_path, path, value, message):
+    config = supervised(tmp_path)
+    config.sft.eval_data = config.sft.data
+    check(build(config))
+    config.update_from_flattened_dict({path: value})
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        check(build(config))
 
 
 def test_a_shape_that_is_no_file_is_named(tmp_path):
@@ -235,3 +289,21 @@ def test_equal_bits_are_promised_on_one_device_in_one_dtype(path, value, tmp_pat
     config.update_from_flattened_dict({path: value})
     with pytest.raises(ValueError, match="set generation.tensor=1 and both dtypes alike"):
         check(build(config))
+
+
+@pytest.mark.parametrize(
+    ("run", "message"),
+    [
+        ({"launch": "threads"}, "run.launch=threads is a run in one process.*distributed.processes=2"),
+        ({"cores": [0, 1]}, r"run.cores=\(0, 1\) has one core for the trainer.*processes=2; leave cores empty"),
+    ],
+)
+def test_several_trainer_processes_are_no_threads_and_share_no_core(run, message, tmp_path):
+    values = json.loads(to_json(build(default_config())))
+    values["model"]["path"] = str(tmp_path)
+    values["data"]["train"] = values["eval"]["data"] = values["reward"]["function"] = "areal_jax.config:get_config"
+    values["trainer"]["distributed"] = {"coordinator": "127.0.0.1:0", "processes": 2}
+    check(build(values))
+    values["run"] |= run
+    with pytest.raises(ValueError, match=message):
+        check(build(values))

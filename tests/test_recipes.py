@@ -33,6 +33,7 @@ PAPER = {
     "trainer.steps": 250,
     "trainer.prompts_per_step": 512,
     "trainer.token_budget": 32768,
+    "trainer.remat": "layers",  # not in the table; its budget does not fit the paper's GPUs otherwise
     "trainer.objective.prox": "recompute",
     "trainer.objective.minibatches": 4,
     "trainer.objective.clip_eps": 0.2,
@@ -65,7 +66,8 @@ AREALS_EXAMPLE = {
     "trainer.dtype": "bfloat16",  # actor.dtype
     "trainer.steps": 10 * (7473 // 256),  # total_train_epochs
     "trainer.prompts_per_step": 256,  # train_dataset.batch_size
-    "trainer.token_budget": 4 * 4096,  # not their 10,240 on each of 4 devices: the recipe says why
+    "trainer.token_budget": 4 * 10240,  # actor.mb_spec.max_tokens_per_mb, on each of 4 devices
+    "trainer.remat": "layers",  # actor.gradient_checkpointing
     "trainer.mesh.fsdp": 4,  # allocation_mode
     "trainer.objective.prox": "recompute",  # use_decoupled_loss, recompute_logprob
     "trainer.objective.minibatches": 1,  # ppo_n_minibatches

@@ -8,7 +8,9 @@ What has a fixed size is counted exactly, as the arrays that trainer and generat
 decides is estimated, and the report says so:
 
     activations    tokens of a microbatch * layers * b * (4 D + 3 (N + 2 K) H + 5 F)
-    scores         tokens of a microbatch * layers * N * row length * (4 + b)
+    with remat     the same of one layer, and of each other one tokens * b * D (layers), or
+                   tokens * b * (2 D + (N + 2 K) H + 2 F) (dots)
+    scores         tokens of a microbatch * layers * N * row length * (4 + b); with remat of one layer
     of long rows   rows * N * Q * row length * (12 + 2 b), of one layer at a time: see attention.LONGEST_WHOLE
     prefill        rows * (keys and values of L tokens + N * min(L, Q) * L * (4 + b)), for the bucket L that needs
                    most; rows are prefill_tokens // L, at least 1 and at most prefill_rows
@@ -18,14 +20,18 @@ queries of a block (a row that is not long is one block). Scores are those of th
 of an accelerator keep none. The factors were fitted to XLA's own `memory_analysis` on the CPU, float32;
 tests/launch/test_plan.py holds them to a factor of 1.5 there. A server's numbers are those of each of its devices.
 
+Gradients and moments are those of the parameters that train; adapters (`model.lora`) are weights beside the model's,
+and the kernels that they change are computed with as copies, merged.
+
 A generation server holds two sets of weights while it takes new ones, or one with `generation.double_buffer=False`,
 which stands still while the new ones load.
 """
 
+import dataclasses
 import functools
 import math
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -41,7 +47,7 @@ from areal_jax.launch import roles
 from areal_jax.models import attention, decode, sharding, transformer
 from areal_jax.models.huggingface import load_config
 from areal_jax.models.transformer import TransformerConfig
-from areal_jax.trainer import state
+from areal_jax.trainer import lora, state
 
 FLOAT32 = 4
 SLOT_STATE = 57  # bytes of a slot beside its tokens and cache: lengths, limits, truncation, stop tokens, key
@@ -69,8 +75,13 @@ def find_model_config(config: Config) -> TransformerConfig | None:
 
     Raises ValueError when the model is here and not of the shape that the config gives.
     """
+    return _find(config, roles.model_config)
+
+
+def _find(config: Config, read: Callable[[Config], TransformerConfig]) -> TransformerConfig | None:
+    """`read` makes the shape of a model that is on this machine."""
     if hub.find_model(config.model.path) is not None:
-        return roles.model_config(config)
+        return read(config)
     if not config.model.shape:
         return None
     return load_config(pathlib.Path(config.model.shape), vocab_multiple=config.vocab_multiple)
@@ -82,16 +93,32 @@ def report(config: Config, *, devices: int = 0) -> str:
     if model is None:
         return _unknown(config)
     mesh = abstract_mesh(config, devices)
-    assumed = "; data=-1 taken as 1, --devices=N says how many" if not devices and -1 in _mesh_sizes(config) else ""
-    axes = " x ".join(f"{axis}={mesh.shape[axis]}" for axis in sharding.AXES)
     sections = [
-        _count_text(config, model),
-        _section(f"trainer, on each of {mesh.size} device(s) ({axes}{assumed})", trainer_bytes(config, model, mesh)),
+        _count_text(config, model) + _trained_text(config, model),
+        _section(_mesh_text(config, mesh, devices), trainer_bytes(config, model, mesh)),
         _generation(config, model),
         _section("host", host_bytes(config, model)),
         ESTIMATES,
     ]
     return "\n".join(sections)
+
+
+def supervised_report(config: Config, *, devices: int = 0) -> str:
+    """The part of the plan that supervised fine-tuning needs: a trainer that publishes nothing."""
+    model = _find(config, roles.supervised_model_config)
+    if model is None:
+        return _unknown(config)
+    mesh = abstract_mesh(config, devices)
+    parts = trainer_bytes(config, model, mesh)
+    del parts["copy to publish"]
+    head = _count_text(config, model) + _trained_text(config, model)
+    return "\n".join([head, _section(_mesh_text(config, mesh, devices), parts), ESTIMATES])
+
+
+def _mesh_text(config: Config, mesh: AbstractMesh, devices: int) -> str:
+    assumed = "; data=-1 taken as 1, --devices=N says how many" if not devices and -1 in _mesh_sizes(config) else ""
+    axes = " x ".join(f"{axis}={mesh.shape[axis]}" for axis in sharding.AXES)
+    return f"trainer, on each of {mesh.size} device(s) ({axes}{assumed})"
 
 
 def serving_report(config: Config) -> str:
@@ -127,10 +154,16 @@ def count(model: TransformerConfig) -> tuple[int, int]:
 def trainer_bytes(config: Config, model: TransformerConfig, mesh: AbstractMesh) -> dict[str, int]:
     """Bytes on one of the trainer's devices, by purpose. ValueError when mesh, model and token budget do not fit."""
     shapes = transformer.param_shapes(model)
-    numbers = sum(_shard_size(name, leaf, mesh) for name, leaf in shapes.items())
+    trainable = lora.trainable(model, config.model)
+    held = trainable.shapes(shapes)
+
+    def numbers(names: Iterable[str]) -> int:
+        return sum(_shard_size(name, held[name], mesh) for name in names)
+
+    trained = numbers(trainable.trained(held))
     layout = make_layout(
         config.trainer.row_buckets,
-        max_length=config.max_length,
+        max_length=config.trained_length,
         token_budget=config.trainer.token_budget,
         shards=mesh.shape["data"] * mesh.shape["fsdp"],
     )
@@ -138,12 +171,13 @@ def trainer_bytes(config: Config, model: TransformerConfig, mesh: AbstractMesh) 
     computed = _itemsize(config.trainer.dtype)
     logits = LOGIT_ARRAYS * FLOAT32 * min(config.trainer.logprob_chunk, config.trainer.token_budget) * model.vocab_rows
     return {
-        "weights": FLOAT32 * numbers,
-        "gradients": FLOAT32 * numbers,
-        "optimizer moments": 2 * FLOAT32 * numbers + _counters(config, shapes),
-        "copy to publish": _itemsize(config.generation.dtype) * numbers,
-        "gradients of a microbatch": FLOAT32 * numbers,
-        "weights as computed with": computed * numbers if computed != FLOAT32 else 0,
+        "weights": FLOAT32 * numbers(held),
+        "gradients": FLOAT32 * trained,
+        "optimizer moments": (_itemsize(config.trainer.optimizer.moment_dtype) + FLOAT32) * trained
+        + _counters(config, shapes),
+        "copy to publish": _itemsize(config.generation.dtype) * numbers(shapes),
+        "gradients of a microbatch": FLOAT32 * trained,
+        "weights as computed with": computed * numbers(trainable.adapted if computed == FLOAT32 else shapes),
         "activations": activations,
         "attention scores": scores,
         "logits of a chunk": logits // mesh.shape["tensor"],
@@ -210,17 +244,26 @@ def _mesh_sizes(config: Config) -> tuple[int, int, int]:
 def _activations(config: Config, model: TransformerConfig, mesh: AbstractMesh, layout: Layout) -> tuple[int, int]:
     """(activations, attention scores) of the microbatch shape that needs most, on one device."""
     itemsize, tensor = _itemsize(config.trainer.dtype), mesh.shape["tensor"]
-    heads = (model.heads + 2 * model.kv_heads) * model.head_size / tensor
-    width = 4 * model.d_model + 3 * heads + 5 * model.d_ff / tensor
+    width = _numbers_per_token(config.trainer.remat, model, tensor)
+    layers = model.layers if config.trainer.remat == "none" else 1  # whose scores exist at once
 
     def of(rows: int, length: int) -> tuple[int, int]:
-        tokens = rows // layout.shards * length * model.layers
-        scores = tokens * length * model.heads // tensor * (FLOAT32 + itemsize)
-        if (block := attention.score_queries(length)) < length:
-            scores = rows // layout.shards * model.heads // tensor * block * length * (3 * FLOAT32 + 2 * itemsize)
-        return round(tokens * itemsize * width), scores
+        own, queries = rows // layout.shards, attention.score_queries(length)
+        scores = own * length * layers * length * model.heads // tensor * (FLOAT32 + itemsize)
+        if queries < length:
+            scores = own * model.heads // tensor * queries * length * (3 * FLOAT32 + 2 * itemsize)
+        return round(own * length * itemsize * width), scores
 
     return max((of(*shape) for shape in layout.shapes), key=sum)
+
+
+def _numbers_per_token(remat: str, model: TransformerConfig, tensor: int) -> float:
+    """How many numbers of activations the backward pass needs at once for each token, all layers together."""
+    heads = (model.heads + 2 * model.kv_heads) * model.head_size / tensor
+    feed_forward = model.d_ff / tensor
+    whole = 4 * model.d_model + 3 * heads + 5 * feed_forward
+    kept = {"none": whole, "layers": model.d_model, "dots": 2 * model.d_model + heads + 2 * feed_forward}[remat]
+    return (model.layers - 1) * kept + whole
 
 
 def _shard_size(name: str, leaf: jax.ShapeDtypeStruct, mesh: AbstractMesh) -> int:
@@ -247,6 +290,17 @@ def _count_text(config: Config, model: TransformerConfig) -> str:
     total, embeddings = count(model)
     tied = "one matrix for input and output" if model.tied_embeddings else "input and output"
     return f"model {config.model.path}: {total:,} parameters, {embeddings:,} of them embeddings ({tied})"
+
+
+def _trained_text(config: Config, model: TransformerConfig) -> str:
+    """How many parameters train; nothing where all of them do."""
+    trainable = lora.trainable(model, config.model)
+    if trainable == lora.EVERYTHING:
+        return ""
+    held = trainable.shapes(transformer.param_shapes(dataclasses.replace(model, padded_vocab=0)))
+    trained = sum(math.prod(leaf.shape) for leaf in trainable.trained(held).values())
+    how = f"adapters of rank {trainable.rank} on {len(trainable.adapted)} kernels" if trainable.adapted else "the rest"
+    return f"; {trained:,} train ({how}), {len(trainable.frozen)} arrays of the model are frozen"
 
 
 def _section(title: str, parts: Mapping[str, int]) -> str:

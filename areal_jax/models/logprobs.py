@@ -6,10 +6,14 @@ array of tokens x vocabulary is ever allocated (19.9 GB for 32,768 x 151,936).
 Shapes: R rows, L tokens, D model, V vocabulary, C chunks.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.sharding import AbstractMesh, Mesh
 
+from areal_jax.models import sharding
 from areal_jax.models.transformer import Transformer
 
 
@@ -49,13 +53,54 @@ def token_logprobs(
     Aligned to the token: entry l comes from the hidden state at l - 1; entry 0 of a row is 0. The first token of a
     later segment gets a number too, which belongs in no loss. `chunk` bounds the tokens whose logits exist at a time.
     """
+    return _in_chunks(model, model.head_weights, hidden_RLD, tokens_RL, temperature, chunk=chunk)
+
+
+def sharded_token_logprobs(
+    mesh: Mesh | AbstractMesh,
+    model: Transformer,
+    hidden_RLD: Array,
+    tokens_RL: Array,
+    *,
+    temperature: float | Array,
+    chunk: int,
+) -> tuple[Array, Array]:
+    """As `token_logprobs`, where the mesh splits rows: each shard of them goes through chunks of its own.
+
+    So the head's weights are gathered once, before the chunks, and their gradient is summed over the shards once, after
+    them. Left to the partitioner, both happen in every chunk.
+    """
+    if sharding.row_shards(mesh) == 1:
+        return token_logprobs(model, hidden_RLD, tokens_RL, temperature=temperature, chunk=chunk)
+    by_shard = jax.shard_map(
+        functools.partial(_in_chunks, model, chunk=chunk),
+        mesh=mesh,
+        in_specs=(sharding.REPLICATED, sharding.ROWS, sharding.ROWS, sharding.REPLICATED),
+        out_specs=(sharding.ROWS, sharding.ROWS),
+        axis_names=set(sharding.ROW_AXES),
+        check_vma=False,  # else the gradient of what does not vary is summed where it is used: in the chunks
+    )
+    return by_shard(model.head_weights, hidden_RLD, tokens_RL, jnp.asarray(temperature))
+
+
+def _in_chunks(
+    model: Transformer,
+    head_weights: Array,
+    hidden_RLD: Array,
+    tokens_RL: Array,
+    temperature: float | Array,
+    *,
+    chunk: int,
+) -> tuple[Array, Array]:
+    """`token_logprobs` under `head_weights`, which lie as the model's do."""
     R, L, D = hidden_RLD.shape
     width = _largest_divisor(L, max(1, chunk // R))
     next_RL = jnp.roll(tokens_RL, -1, axis=1)
 
     @jax.checkpoint
     def one_chunk(hidden_RCD: Array, targets_RC: Array) -> tuple[Array, Array]:
-        return from_logits_of(model, model.logits(hidden_RCD), targets_RC, temperature=temperature)
+        logits_RCV = model.logits_by(head_weights, hidden_RCD)
+        return from_logits_of(model, logits_RCV, targets_RC, temperature=temperature)
 
     # Chunks run along the row, so that the rows stay where they are sharded.
     chunks = (

@@ -71,7 +71,7 @@ class Layout:
     def groups(self) -> tuple[tuple[int, ...], ...]:
         """Our axes that are one axis of theirs: a head's number and its size."""
         if len(self.shape) == 3:
-            return ((0, 1), (2,)) if self.name.endswith("out.kernel") else ((0,), (1, 2))
+            return ((0, 1), (2,)) if self.name.endswith(("out.kernel", "out.lora_a")) else ((0,), (1, 2))
         if len(self.shape) == 2 and self.name.endswith("bias"):
             return ((0, 1),)
         return tuple((axis,) for axis in range(len(self.shape)))
@@ -338,7 +338,7 @@ def write_params(
     if len(shards) > 1:
         names = [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
     for name, shard in zip(names, shards, strict=True):
-        _write_shard(directory / name, config, params, shard, dtypes)
+        write_file(directory / name, config, params, shard, dtypes)
     if len(shards) > 1:
         of_tensor = {layout.theirs: name for name, shard in zip(names, shards, strict=True) for layout in shard}
         total = sum(_bytes(layout, dtypes) for shard in shards for layout in shard)
@@ -365,14 +365,14 @@ def _shards(found: Sequence[Layout], dtypes: Mapping[str, np.dtype], limit: int)
     return shards
 
 
-def _write_shard(
+def write_file(
     file: pathlib.Path,
     config: TransformerConfig,
     params: Mapping[str, Any],
     shard: Sequence[Layout],
     dtypes: Mapping[str, np.dtype],
 ) -> None:
-    """The safetensors format: length of the header, header in JSON padded to 8 bytes, the tensors one after another."""
+    """Writes the safetensors format: length of the header, header in JSON padded to 8 bytes, the tensors in a row."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers refuses a file without it
     end = 0
     for layout in shard:

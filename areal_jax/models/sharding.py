@@ -13,7 +13,8 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 AXES = ("data", "fsdp", "tensor")
-ROWS = PartitionSpec(("data", "fsdp"))
+ROW_AXES = ("data", "fsdp")
+ROWS = PartitionSpec(ROW_AXES)
 REPLICATED = PartitionSpec()
 
 # Logical axis of a parameter -> mesh axis.
@@ -31,6 +32,14 @@ LOGICAL_AXES: tuple[tuple[str, tuple[str | None, ...]], ...] = (
     (r"(gate|up)\.kernel$", ("embed", "ffn")),
     (r"down\.kernel$", ("ffn", "embed")),
     (r"norm\.scale$", (None,)),
+    # LoRA: A has the axes that the kernel's projection contracts, B those that it yields, both the rank.
+    (r"(query|key|value|gate|up)\.lora_a$", ("embed", None)),
+    (r"out\.lora_a$", ("heads", None, None)),
+    (r"down\.lora_a$", ("ffn", None)),
+    (r"query\.lora_b$", (None, "heads", None)),
+    (r"(key|value)\.lora_b$", (None, "kv_heads", None)),
+    (r"(gate|up)\.lora_b$", (None, "ffn")),
+    (r"(out|down)\.lora_b$", (None, "embed")),
 )
 
 
@@ -52,6 +61,11 @@ def make_mesh(shape: Mapping[str, int], devices: Sequence[jax.Device] | None = N
         )
     sizes = [len(devices) // fixed if s == -1 else s for s in sizes]
     return Mesh(np.array(devices).reshape(sizes), AXES)
+
+
+def row_shards(mesh: Mesh | AbstractMesh) -> int:
+    """Parts that the rows of a batch are split into."""
+    return int(np.prod([mesh.shape[axis] for axis in ROW_AXES]))
 
 
 def param_spec(name: str, shape: Sequence[int], mesh: Mesh | AbstractMesh) -> PartitionSpec:

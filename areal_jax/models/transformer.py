@@ -40,6 +40,14 @@ VOCAB_AXIS = {"embedding": 0, "head.kernel": 1}  # the parameters with a row (or
 # (query_BLNH, key_BLKH, value_BLKH, cache of this layer) -> (out_BLNH, cache of this layer)
 Attend = Callable[[Array, Array, Array, Any], tuple[Array, Any]]
 
+# What the backward pass finds of a layer, and what it computes once more (`jax.checkpoint`): nothing, all from the
+# layer's input (arXiv 1604.06174), or all but the products with weights.
+REMAT: Mapping[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
+    "none": lambda layer: layer,
+    "layers": jax.checkpoint,
+    "dots": functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable),
+}
+
 
 @dataclasses.dataclass(frozen=True)
 class TransformerConfig:
@@ -201,6 +209,28 @@ class Layer(nnx.Module):
         return x_BLD + self.feed_forward(self.feed_forward_norm(x_BLD))
 
 
+@jax.custom_vjp
+def look_up(table_VD: Array, tokens: Array) -> Array:
+    """table_VD[tokens], whose gradient adds up in float32 what all places of an id contribute.
+
+    In bfloat16 a sum stops growing at 256 times what is added, and a text has the same tokens again and again.
+    """
+    return table_VD[tokens]
+
+
+def _look_up_forward(table_VD: Array, tokens: Array) -> tuple[Array, tuple[Array, Array]]:
+    return table_VD[tokens], (table_VD, tokens)
+
+
+def _look_up_backward(residuals: tuple[Array, Array], gradient: Array) -> tuple[Array, None]:
+    table_VD, tokens = residuals
+    summed_VD = jnp.zeros(table_VD.shape, jnp.float32).at[tokens].add(gradient.astype(jnp.float32))
+    return summed_VD.astype(table_VD.dtype), None
+
+
+look_up.defvjp(_look_up_forward, _look_up_backward)
+
+
 class Transformer(nnx.Module):
     """Token ids to hidden states (`__call__`, `forward`) and hidden states to logits (`logits`)."""
 
@@ -213,31 +243,48 @@ class Transformer(nnx.Module):
         self.live_rows, self.vocab_rows = config.live_rows, config.vocab_rows
         self.kernels = kernels
 
-    def __call__(self, tokens_BL: Array, positions_BL: Array, segment_ids_BL: Array) -> Array:
+    def __call__(self, tokens_BL: Array, positions_BL: Array, segment_ids_BL: Array, *, remat: str = "none") -> Array:
         """Hidden states [B, L, D] of packed rows: causal within each segment, nothing across."""
 
         def attend(query: Array, key: Array, value: Array, cache: None) -> tuple[Array, None]:
             return attention.packed_attention(query, key, value, segment_ids_BL, self.kernels), cache
 
-        return self.forward(tokens_BL, positions_BL, attend, [None] * len(self.layers))[0]
+        return self.forward(tokens_BL, positions_BL, attend, [None] * len(self.layers), remat=remat)[0]
 
     def forward(
-        self, tokens_BL: Array, positions_BL: Array, attend: Attend, caches: Sequence[Any]
+        self, tokens_BL: Array, positions_BL: Array, attend: Attend, caches: Sequence[Any], *, remat: str = "none"
     ) -> tuple[Array, tuple[Any, ...]]:
-        """Hidden states [B, L, D] under the caller's attention, and what it made of each layer's cache."""
+        """Hidden states [B, L, D] under the caller's attention, and what it made of each layer's cache.
+
+        `remat` is a key of `REMAT`; without a backward pass it changes nothing.
+        """
         per_token = functools.partial(self.kernels.per_token, axes=2)
-        x_BLD = self.embedding[...][tokens_BL]
-        new_caches = []
-        for layer, cache in zip(self.layers, caches, strict=True):
+
+        @REMAT[remat]
+        def through(layer: Layer, x_BLD: Array, cache: Any) -> tuple[Array, Any]:
             query_BLNH, key_BLKH, value_BLKH = per_token(Layer.before, layer, x_BLD, positions_BL)
             mixed_BLNH, cache = attend(query_BLNH, key_BLKH, value_BLKH, cache)
-            x_BLD = per_token(Layer.after, layer, x_BLD, mixed_BLNH)
+            return per_token(Layer.after, layer, x_BLD, mixed_BLNH), cache
+
+        x_BLD = look_up(self.embedding[...], tokens_BL)
+        new_caches = []
+        for layer, cache in zip(self.layers, caches, strict=True):
+            x_BLD, cache = through(layer, x_BLD, cache)
             new_caches.append(cache)
         return per_token(RMSNorm.__call__, self.norm, x_BLD), tuple(new_caches)
 
+    @property
+    def head_weights(self) -> Array:
+        """What makes logits of hidden states, as it lies in memory: [V, D] where embeddings are tied, else [D, V]."""
+        return self.embedding[...] if self.head is None else self.head.kernel[...]
+
     def logits(self, hidden: Array) -> Array:
         """Float32 logits [..., V] of hidden states [..., D]; V = rows in memory, ids not live: finfo.min."""
-        kernel_DV = self.embedding[...].T if self.head is None else self.head.kernel[...]
+        return self.logits_by(self.head_weights, hidden)
+
+    def logits_by(self, head_weights: Array, hidden: Array) -> Array:
+        """As `logits`, for who brings the head's weights: a program that has gathered them from many devices."""
+        kernel_DV = head_weights.T if self.head is None else head_weights
         return self.kernels.per_token(self._logits, kernel_DV, hidden, axes=hidden.ndim - 1)
 
     def _logits(self, kernel_DV: Array, hidden: Array) -> Array:

@@ -19,6 +19,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from areal_jax.models.transformer import TransformerConfig, param_shapes
+from areal_jax.trainer import lora
 from areal_jax.trainer.state import TrainState
 
 Facts = dict[str, Any]  # JSON: {"version": 3, "model": {...}, "run": {...}}
@@ -56,7 +57,7 @@ class Checkpoints:
         items = ocp.args.Composite(
             state=ocp.args.PyTreeSave(state._asdict()),
             facts=ocp.args.JsonSave(facts),
-            queue=ocp.args.StandardSave({"npz": _to_bytes(queue)}),
+            queue=ocp.args.StandardSave({"npz": to_npz(queue)}),
         )
         self._manager.save(facts["version"], args=items)
 
@@ -76,7 +77,7 @@ class Checkpoints:
             state=ocp.args.PyTreeRestore(tree, restore_args=places), queue=ocp.args.StandardRestore()
         )
         restored = self._manager.restore(version, args=items)
-        return Restored(TrainState(**restored.state), saved["version"], _from_bytes(restored.queue["npz"]))
+        return Restored(TrainState(**restored.state), saved["version"], from_npz(restored.queue["npz"]))
 
     def close(self) -> None:
         """Waits for the save in progress; raises what failed in the background."""
@@ -96,38 +97,49 @@ class Checkpoints:
 
 
 class SavedParams(Mapping[str, np.ndarray]):
-    """The params in the checkpoint directory of one version, whole and on the host, each read when it is asked for.
+    """The model in the checkpoint directory of one version, whole and on the host, each param read when asked for.
 
-    Optimizer and queue are not read. `version` and `model_config` are what the checkpoint says it is of.
+    A kernel with an adapter is given merged; `read` gives what the state has. Optimizer and queue are not read.
+    `version`, `model_config` and `trainable` are what the checkpoint says it is of.
     """
 
     def __init__(self, directory: pathlib.Path):
         facts = ocp.Checkpointer(ocp.JsonCheckpointHandler()).restore(directory.absolute() / "facts")
         self.version: int = facts["version"]
         self.model_config = TransformerConfig(**facts["model"])
-        self._shapes = param_shapes(self.model_config)
+        self.trainable = lora.of_facts(self.model_config, facts["run"])
+        self._names = list(param_shapes(self.model_config))
+        self._shapes = self.trainable.shapes(param_shapes(self.model_config))
         self._directory = directory.absolute() / "state"
         self._reader = ocp.Checkpointer(ocp.PyTreeCheckpointHandler())
 
     def __getitem__(self, name: str) -> np.ndarray:
+        if name not in self.trainable.adapted:
+            return self.read(name)
+        return self.trainable.merge(self.read(name), *map(self.read, lora.factors(name)))
+
+    def read(self, name: str) -> np.ndarray:
+        """A param of the state, adapters among them."""
         wanted = {"params": {name: self._shapes[name]}}
         places = {"params": {name: ocp.RestoreArgs(restore_type=np.ndarray)}}
         arguments = ocp.args.PyTreeRestore(wanted, restore_args=places, partial_restore=True)
         return self._reader.restore(self._directory, args=arguments)["params"][name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._shapes)
+        return iter(self._names)
 
     def __len__(self) -> int:
-        return len(self._shapes)
+        return len(self._names)
 
 
-def _to_bytes(columns: Mapping[str, np.ndarray]) -> np.ndarray:
+def to_npz(columns: Mapping[str, np.ndarray]) -> np.ndarray:
+    """Columns of any length and dtype as one array of bytes."""
     buffer = io.BytesIO()
     np.savez(buffer, **columns)  # type: ignore[arg-type]
     return np.frombuffer(buffer.getvalue(), np.uint8)
 
 
-def _from_bytes(npz: Any) -> dict[str, np.ndarray]:
+def from_npz(npz: Any) -> dict[str, np.ndarray]:
+    """Inverse of `to_npz`."""
     with np.load(io.BytesIO(np.asarray(npz).tobytes()), allow_pickle=False) as columns:
         return dict(columns)

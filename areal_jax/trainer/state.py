@@ -4,7 +4,8 @@ In: the optimizer's section of the config, and params in their places: read from
 Out: `TrainState`, sharded at birth: no array ever exists whole on one device of a larger mesh. Called by the loops
 before their first step.
 
-The weights and the optimizer's moments are float32, whatever the forward pass computes in.
+The weights and the optimizer's moments are float32, whatever the forward pass computes in; the first moment may be kept
+in bfloat16 (`moment_dtype`). Optax keeps the second one in the params' dtype, and brings no state of 8 bit.
 """
 
 from collections.abc import Mapping
@@ -20,12 +21,14 @@ from jax.sharding import Mesh, NamedSharding
 from areal_jax.config import OptimizerConfig
 from areal_jax.models import sharding, transformer
 from areal_jax.models.transformer import Params, TransformerConfig
+from areal_jax.trainer import lora
+from areal_jax.trainer.lora import Trainable
 
-DECAYED = ("kernel", "embedding")  # last part of a param's name; norms' scales and biases do not decay
+DECAYED = ("kernel", "embedding", "lora_a", "lora_b")  # last part of a name; norms' scales and biases do not
 
 
 class TrainState(NamedTuple):
-    """What an update changes."""
+    """What an update changes, and the params that do not train beside those that do (lora.py)."""
 
     params: dict[str, Any]  # canonical name -> array (or, in an abstract state, its shape and sharding)
     opt_state: optax.OptState
@@ -62,21 +65,27 @@ def make_optimizer(config: OptimizerConfig, schedule: optax.Schedule) -> optax.G
             eps=config.eps,
             weight_decay=config.weight_decay,
             mask=decay_mask,
+            mu_dtype=config.moment_dtype,
         ),
     )
 
 
-def abstract_state(model_config: TransformerConfig, optimizer: optax.GradientTransformation, mesh: Mesh) -> TrainState:
+def abstract_state(
+    model_config: TransformerConfig,
+    optimizer: optax.GradientTransformation,
+    mesh: Mesh,
+    trainable: Trainable = lora.EVERYTHING,
+) -> TrainState:
     """Shape, dtype and sharding of every array of the state; nothing is allocated.
 
-    Moments live where their params do, counters everywhere.
+    Moments live where their params do, counters everywhere; params that do not train have none.
     """
-    shapes = transformer.param_shapes(model_config)
+    shapes = trainable.shapes(transformer.param_shapes(model_config))
     shardings = sharding.param_shardings(shapes, mesh)
     everywhere = NamedSharding(mesh, sharding.REPLICATED)
-    opt_shapes = jax.eval_shape(optimizer.init, shapes)
+    opt_shapes, places = jax.eval_shape(optimizer.init, trainable.trained(shapes)), trainable.trained(shardings)
     opt_shardings = optax.tree.map_params(
-        optimizer, lambda _, place: place, opt_shapes, shardings, transform_non_params=lambda _: everywhere
+        optimizer, lambda _, place: place, opt_shapes, places, transform_non_params=lambda _: everywhere
     )
 
     def place(shape: jax.ShapeDtypeStruct, where: NamedSharding) -> jax.ShapeDtypeStruct:
@@ -91,7 +100,10 @@ def shardings_of(abstract: Any) -> Any:
 
 
 def initial_state(
-    params: Mapping[str, Array], abstract: TrainState, optimizer: optax.GradientTransformation
+    params: Mapping[str, Array],
+    abstract: TrainState,
+    optimizer: optax.GradientTransformation,
+    trainable: Trainable = lora.EVERYTHING,
 ) -> TrainState:
     """The state of version 0: params that are in their places, and a fresh optimizer.
 
@@ -102,7 +114,7 @@ def initial_state(
         found = (array.shape, array.dtype, array.sharding)
         assert found == (leaf.shape, leaf.dtype, leaf.sharding), f"{name} is not in its place: {found}, not {leaf}"
     init = jax.jit(optimizer.init, out_shardings=shardings_of(abstract.opt_state))
-    return TrainState(dict(params), init(params))
+    return TrainState(dict(params), init(trainable.trained(params)))
 
 
 def copies(params: Mapping[str, np.ndarray | Array], places: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, Array]:
@@ -127,7 +139,7 @@ def copies(params: Mapping[str, np.ndarray | Array], places: Mapping[str, jax.Sh
 def random_state(
     model_config: TransformerConfig, abstract: TrainState, optimizer: optax.GradientTransformation, seed: int
 ) -> TrainState:
-    """A state of random params, made shard by shard."""
+    """A state of random params that all train, made shard by shard."""
 
     def init(key: Array) -> TrainState:
         params = transformer.init_params(model_config, key)

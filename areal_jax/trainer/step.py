@@ -4,15 +4,17 @@ In: a `TrainState`, packed microbatches, an objective. Out: the next state and s
 of reinforcement learning (loop.py) and supervised fine-tuning (sft.py); waits for nothing: calls are dispatched, and
 whoever looks at a result waits for it.
 
-Five programs, each one visible jit:
+Six programs, each one visible jit:
 
     zeros       -> grads                                          an empty accumulator
     accumulate  (params, grads*, rows, 1/tokens, scalars) -> grads, sums, logprobs     once per microbatch
     apply       (state*, grads) -> state, facts                   once per minibatch
     logprobs    (params, rows, temperature) -> logprobs           the proximal pass
     export      params -> a copy in the generator's dtype         never donated, so that it may be published
+    gather      param -> the same on every device                 where several processes train, to publish it
 
 (* donated). Params, gradients and moments are sharded by `param_shardings`, rows over the mesh axes data and fsdp.
+Gradients and moments are of those params that train (lora.py), and what is exported is the model, adapters merged.
 
 Shapes: R packed rows, L tokens of a row, D model.
 """
@@ -31,13 +33,16 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from areal_jax.algorithms.loss import Sums, decoupled_ppo_loss, supervised_loss
 from areal_jax.algorithms.packing import empty_batch, loss_tokens
-from areal_jax.config import TrainerConfig
+from areal_jax.config import ModelConfig, TrainerConfig
 from areal_jax.models import attention_kernels, logprobs, sharding, transformer
 from areal_jax.models.transformer import Params, TransformerConfig
+from areal_jax.trainer import lora
+from areal_jax.trainer.lora import Trainable
 from areal_jax.trainer.state import (
     TrainState,
     abstract_state,
     global_norm,
+    initial_state,
     learning_rate,
     make_optimizer,
     shardings_of,
@@ -89,50 +94,64 @@ class Programs:
         compute_dtype: str,
         export_dtype: str,
         logprob_chunk: int,
+        remat: str = "none",
+        trainable: Trainable = lora.EVERYTHING,
     ):
         """`scalars` holds the hyperparameters that the objective reads, "temperature" among them."""
-        self.abstract = abstract_state(model_config, optimizer, mesh)
+        self.trainable = trainable
+        self.abstract = abstract_state(model_config, optimizer, mesh, trainable)
         self.mesh, self.optimizer, self.scalars = mesh, optimizer, dict(scalars)
         self.rows_sharding = rows = NamedSharding(mesh, sharding.ROWS)
         state = shardings_of(self.abstract)
+        grads = trainable.trained(state.params)
         everywhere = NamedSharding(mesh, sharding.REPLICATED)
+        seen = rows if jax.process_count() == 1 else everywhere  # by the host, which reads them for the log
         graph = transformer.graph(model_config, attention_kernels.kernels_for(model_config.kernels, mesh))
-        forward = _make_forward(graph, rows, compute_dtype, logprob_chunk)
-        self.zeros = jax.jit(_make_zeros(self.abstract.params), out_shardings=state.params)
+        forward = _make_forward(graph, trainable, rows, compute_dtype, logprob_chunk, remat)
+        self.zeros = jax.jit(_make_zeros(trainable.trained(self.abstract.params)), out_shardings=grads)
         self.accumulate = jax.jit(
-            _make_accumulate(forward, objective),
-            in_shardings=(state.params, state.params, rows, everywhere, everywhere),
-            out_shardings=(state.params, everywhere, rows),
+            _make_accumulate(forward, objective, trainable),
+            in_shardings=(state.params, grads, rows, everywhere, everywhere),
+            out_shardings=(grads, everywhere, seen),
             donate_argnames="grads",
+            compiler_options=_compiler_options(remat, mesh),
         )
         self.apply = jax.jit(
-            _make_apply(optimizer, schedule),
-            in_shardings=(state, state.params),
+            _make_apply(optimizer, schedule, trainable),
+            in_shardings=(state, grads),
             out_shardings=(state, everywhere),
             donate_argnames="state",
         )
         self.logprobs = jax.jit(
             lambda params, rows, temperature: forward(params, rows, temperature)[0],
             in_shardings=(state.params, rows, everywhere),
-            out_shardings=rows,
+            out_shardings=seen,
         )
         # `jnp.copy`, as a jit may hand an input through that it does not change.
         self.export = jax.jit(
-            lambda params: {name: jnp.copy(value).astype(export_dtype) for name, value in params.items()},
+            lambda params: {n: jnp.copy(value).astype(export_dtype) for n, value in trainable.merged(params).items()},
             in_shardings=(state.params,),
-            out_shardings=state.params,
+            out_shardings=trainable.of_model(state.params),
         )
+        self.gather = jax.jit(lambda param: param, out_shardings=everywhere)  # of several processes: see `published`
 
     def compile(self, shapes: Sequence[tuple[int, int]]) -> None:
         """Compiles every program for every shape [R, L] of a microbatch, so that nothing compiles afterwards."""
         params, number = self.abstract.params, jax.ShapeDtypeStruct((), np.float32)
+        grads = self.trainable.trained(params)
         self.zeros.lower().compile()
-        self.apply.lower(self.abstract, params).compile()
+        self.apply.lower(self.abstract, grads).compile()
         self.export.lower(params).compile()
         for shape in shapes:
             rows = self._abstract_rows(shape)
-            self.accumulate.lower(params, params, rows, number, self.with_own_prox(False)).compile()
+            self.accumulate.lower(params, grads, rows, number, self.with_own_prox(False)).compile()
             self.logprobs.lower(params, {name: rows[name] for name in CONTEXT}, number).compile()
+
+    def begin(self, read_params: Callable[[Mapping[str, Any]], Mapping[str, Array]], seed: int) -> TrainState:
+        """The state of version 0: the model's params, read into their places, and adapters that change nothing yet."""
+        places = self.abstract.params
+        params = self.trainable.with_adapters(read_params(self.trainable.of_model(places)), places, seed)
+        return initial_state(params, self.abstract, self.optimizer, self.trainable)
 
     def _abstract_rows(self, shape: tuple[int, int]) -> dict[str, jax.ShapeDtypeStruct]:
         batch = empty_batch(*shape)
@@ -142,11 +161,18 @@ class Programs:
     @property
     def shards(self) -> int:
         """Parts that the rows of a microbatch are split into."""
-        return self.mesh.shape["data"] * self.mesh.shape["fsdp"]
+        return sharding.row_shards(self.mesh)
 
     def put(self, batch: TrainBatch, names: Sequence[str]) -> Rows:
         """The named arrays of a microbatch on the mesh, its rows split over data and fsdp."""
-        return {name: jax.device_put(getattr(batch, name), self.rows_sharding) for name in names}
+        return {name: self.put_rows(getattr(batch, name)) for name in names}
+
+    def put_rows(self, values_RL: np.ndarray | Array) -> Array:
+        """One array of a microbatch on the mesh; each process takes the rows of its own devices."""
+        if isinstance(values_RL, Array) and values_RL.is_fully_addressable:
+            return jax.device_put(values_RL, self.rows_sharding)
+        host_RL = np.asarray(values_RL)
+        return jax.make_array_from_callback(host_RL.shape, self.rows_sharding, lambda rows: host_RL[rows])
 
     def with_own_prox(self, own_prox: bool) -> Scalars:
         """The scalars of one call of `accumulate`."""
@@ -161,10 +187,12 @@ def build_programs(
     updates: int,
     temperature: float,
     export_dtype: str,
+    model: ModelConfig = ModelConfig(),
 ) -> Programs:
     """The programs for the trainer's section of a config, on the mesh that it describes.
 
-    `updates` is the number of optimizer updates of the whole run, which the learning rate's schedule needs.
+    `updates` is the number of optimizer updates of the whole run, which the learning rate's schedule needs; `model`
+    says what trains. Raises ValueError where that is nothing, or where it or the mesh does not fit the model.
     """
     schedule = learning_rate(config.optimizer, updates)
     return Programs(
@@ -177,21 +205,39 @@ def build_programs(
         compute_dtype=config.dtype,
         export_dtype=export_dtype,
         logprob_chunk=config.logprob_chunk,
+        remat=config.remat,
+        trainable=lora.trainable(model_config, model),
     )
 
 
-def _make_forward(graph: nnx.GraphDef, rows_sharding: NamedSharding, compute_dtype: str, chunk: int) -> Forward:
+def _compiler_options(remat: str, mesh: Mesh) -> dict[str, str]:
+    """XLA's order on a CPU is by default the widest, which does early, and keeps, what is to be computed again late."""
+    if remat == "none" or mesh.devices.flat[0].platform != "cpu":
+        return {}
+    return {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
+
+
+def _make_forward(
+    graph: nnx.GraphDef,
+    trainable: Trainable,
+    rows_sharding: NamedSharding,
+    compute_dtype: str,
+    chunk: int,
+    remat: str,
+) -> Forward:
     lookup_sharding = NamedSharding(rows_sharding.mesh, PartitionSpec("tensor"))
 
     def forward(params: Params, rows: Rows, temperature: Array) -> tuple[Array, Array]:
         """Log-probabilities and entropies, both [R, L] float32, of the tokens of packed rows."""
-        params = transformer.cast(params, compute_dtype)
+        merged = transformer.cast(trainable.merged(params), compute_dtype)
         # Whole along the model axis before the lookup, which would else spread tokens of all rows over every device.
-        params["embedding"] = jax.lax.with_sharding_constraint(params["embedding"], lookup_sharding)
-        model = transformer.bind(graph, params)
-        hidden_RLD = model(rows["tokens"], rows["positions"], rows["segment_ids"])
+        merged["embedding"] = jax.lax.with_sharding_constraint(merged["embedding"], lookup_sharding)
+        model = trainable.with_low_rank_gradients(transformer.bind(graph, merged), params)
+        hidden_RLD = model(rows["tokens"], rows["positions"], rows["segment_ids"], remat=remat)
         hidden_RLD = jax.lax.with_sharding_constraint(hidden_RLD, rows_sharding)
-        return logprobs.token_logprobs(model, hidden_RLD, rows["tokens"], temperature=temperature, chunk=chunk)
+        return logprobs.sharded_token_logprobs(
+            rows_sharding.mesh, model, hidden_RLD, rows["tokens"], temperature=temperature, chunk=chunk
+        )
 
     return forward
 
@@ -203,31 +249,36 @@ def _make_zeros(params: Mapping[str, jax.ShapeDtypeStruct]) -> Callable[[], Para
     return zeros
 
 
-def _make_accumulate(forward: Forward, objective: Objective) -> Callable[..., tuple[Params, Sums, Array]]:
+def _make_accumulate(
+    forward: Forward, objective: Objective, trainable: Trainable
+) -> Callable[..., tuple[Params, Sums, Array]]:
     def accumulate(
         params: Params, grads: Params, rows: Rows, inverse_tokens: Array, scalars: Scalars
     ) -> tuple[Params, Sums, Array]:
         """Adds the gradient of the microbatch's loss sum / tokens of the whole minibatch."""
 
-        def scaled_loss(params: Params) -> tuple[Array, tuple[Sums, Array]]:
-            logprobs_RL, entropy_RL = forward(params, rows, scalars["temperature"])
+        def scaled_loss(trained: Params) -> tuple[Array, tuple[Sums, Array]]:
+            logprobs_RL, entropy_RL = forward(params | trained, rows, scalars["temperature"])
             loss, sums = objective(logprobs_RL, rows, scalars)
             entropy = jnp.sum(jax.lax.stop_gradient(entropy_RL) * rows["loss_mask"])
             return loss * inverse_tokens, (sums | {"loss": loss, "entropy": entropy}, logprobs_RL)
 
-        more, (sums, logprobs_RL) = jax.grad(scaled_loss, has_aux=True)(params)
+        more, (sums, logprobs_RL) = jax.grad(scaled_loss, has_aux=True)(trainable.trained(params))
         return jax.tree.map(jnp.add, grads, more), sums, logprobs_RL
 
     return accumulate
 
 
-def _make_apply(optimizer: optax.GradientTransformation, schedule: optax.Schedule) -> Callable[..., Any]:
+def _make_apply(
+    optimizer: optax.GradientTransformation, schedule: optax.Schedule, trainable: Trainable
+) -> Callable[..., Any]:
     def apply(state: TrainState, grads: Params) -> tuple[TrainState, Sums]:
         """One optimizer update; a gradient that is not finite leaves the state as it was."""
         norm = global_norm(grads)
         finite = jnp.isfinite(norm)
-        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-        moved = TrainState(optax.apply_updates(state.params, updates), opt_state)
+        trained = trainable.trained(state.params)
+        updates, opt_state = optimizer.update(grads, state.opt_state, trained)
+        moved = TrainState(state.params | optax.apply_updates(trained, updates), opt_state)
         facts = {"grad_norm": norm, "lr": schedule(updates_done(state)), "skipped": ~finite}
         return jax.tree.map(lambda new, old: jnp.where(finite, new, old), moved, state), facts
 
@@ -252,6 +303,24 @@ class Outcome(NamedTuple):
     sums: list[Sums]  # per microbatch
     facts: Sums
     logprobs: list[Array]  # [R, L] per microbatch, before the update
+
+
+def published(programs: Programs, params: Params) -> Mapping[str, Array | np.ndarray]:
+    """The exported params as a publisher may keep them, on the devices of this process or on its host.
+
+    Of several processes, process 0 gets them on its host and the others nothing. They are gathered one at a time, so
+    that no device holds more than its part and one whole parameter; they go to the host meanwhile, which takes the loop
+    as long as the copy lasts.
+    """
+    exported = programs.export(params)
+    if jax.process_count() == 1:
+        return exported
+    whole = {}
+    for name, value in exported.items():
+        gathered = programs.gather(value)  # by all processes
+        if jax.process_index() == 0:
+            whole[name] = np.asarray(gathered)
+    return whole
 
 
 def with_prox_logprobs(programs: Programs, params: Params, minibatches: Sequence[Minibatch]) -> list[Minibatch]:
@@ -281,8 +350,7 @@ def update(programs: Programs, state: TrainState, minibatch: Minibatch) -> tuple
     grads, sums, logprobs_RL = programs.zeros(), [], []
     for i, batch in enumerate(minibatch.batches):
         rows = programs.put(batch, TRAINED)
-        prox = rows["behav_logprobs"] if own_prox else minibatch.prox_logprobs[i]
-        rows["prox_logprobs"] = jax.device_put(prox, programs.rows_sharding)
+        rows["prox_logprobs"] = rows["behav_logprobs"] if own_prox else programs.put_rows(minibatch.prox_logprobs[i])
         grads, *results = programs.accumulate(state.params, grads, rows, inverse_tokens, scalars)
         sums.append(results[0])
         logprobs_RL.append(results[1])

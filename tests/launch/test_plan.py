@@ -16,7 +16,7 @@ from areal_jax.generation.engine import Engine, EngineOptions
 from areal_jax.launch import plan, roles
 from areal_jax.models import sharding
 from areal_jax.models.transformer import TransformerConfig, init_params
-from areal_jax.trainer import state, step
+from areal_jax.trainer import lora, state, step
 
 ROOT = pathlib.Path(__file__).parents[2]
 MODEL = ROOT / "configs" / "arithmetic_model"
@@ -24,6 +24,8 @@ SHAPE = ROOT / "configs" / "shapes" / "qwen2.5-1.5b-instruct.json"
 TINY = TransformerConfig(
     vocab_size=32, d_model=16, layers=2, heads=4, kv_heads=2, head_size=8, d_ff=32, qkv_bias=True, qk_norm=True
 )
+
+SHORT = {"d_model": 64, "heads": 4, "kv_heads": 2, "head_size": 16, "d_ff": 256}
 
 
 def a_config(**sections):
@@ -38,15 +40,25 @@ def a_config(**sections):
     return build({name: {**base.get(name, {}), **sections.get(name, {})} for name in {*base, *sections}})
 
 
+def estimated_bytes(config, model):
+    """What the plan estimates of the trainer's program."""
+    planned = plan.trainer_bytes(config, model, plan.abstract_mesh(config, 0))
+    return sum(size for name, size in planned.items() if name in plan.ESTIMATED)
+
+
 def bytes_on(device, tree):
     """Bytes that the arrays of a tree hold on one device."""
     shards = (shard for leaf in jax.tree.leaves(tree) for shard in leaf.addressable_shards)
     return sum(shard.data.nbytes for shard in shards if shard.device == device)
 
 
-@pytest.mark.parametrize("mesh", [(1, 1, 1), (2, 2, 2), (1, 8, 1)])
-def test_weights_moments_and_gradients_are_those_of_a_real_train_state(mesh):
-    config = a_config(trainer={"mesh": dict(zip(sharding.AXES, mesh, strict=True)), "token_budget": 512})
+@pytest.mark.parametrize(
+    ("mesh", "moment_dtype"),
+    [((1, 1, 1), "float32"), ((2, 2, 2), "float32"), ((1, 8, 1), "bfloat16")],
+)
+def test_weights_moments_and_gradients_are_those_of_a_real_train_state(mesh, moment_dtype):
+    trainer = {"mesh": dict(zip(sharding.AXES, mesh, strict=True)), "optimizer": {"moment_dtype": moment_dtype}}
+    config = a_config(trainer=trainer | {"token_budget": 512})
     devices = jax.devices()[: int(np.prod(mesh))]
     real_mesh = sharding.make_mesh(dataclasses.asdict(config.trainer.mesh), devices)
     optimizer = state.make_optimizer(config.trainer.optimizer, state.learning_rate(config.trainer.optimizer, 10))
@@ -54,6 +66,40 @@ def test_weights_moments_and_gradients_are_those_of_a_real_train_state(mesh):
     planned = plan.trainer_bytes(config, TINY, plan.abstract_mesh(config, 0))
     assert planned["weights"] == planned["gradients"] == bytes_on(devices[0], real.params)
     assert planned["optimizer moments"] == bytes_on(devices[-1], real.opt_state)
+
+
+def bytes_to_be(tree):
+    """Bytes that the arrays of an abstract tree will hold on each device."""
+    leaves = jax.tree.leaves(tree)
+    return sum(int(np.prod(leaf.sharding.shard_shape(leaf.shape))) * leaf.dtype.itemsize for leaf in leaves)
+
+
+@pytest.mark.parametrize(
+    "section", [{"lora": {"rank": 3}}, {"freeze": ("embedding", ".*bias")}], ids=["adapters", "frozen"]
+)
+def test_only_what_trains_has_moments_and_gradients_in_the_plan(section):
+    mesh = {"data": 2, "fsdp": 2, "tensor": 2}
+    config = a_config(model={"path": str(MODEL), **section}, trainer={"mesh": mesh, "token_budget": 512})
+    optimizer = state.make_optimizer(config.trainer.optimizer, state.learning_rate(config.trainer.optimizer, 10))
+    trainable = lora.trainable(TINY, config.model)
+    real = state.abstract_state(TINY, optimizer, sharding.make_mesh(mesh), trainable)
+    planned = plan.trainer_bytes(config, TINY, plan.abstract_mesh(config, 0))
+    assert planned["weights"] == bytes_to_be(real.params)
+    assert planned["optimizer moments"] == bytes_to_be(real.opt_state)
+    trained = bytes_to_be(trainable.trained(real.params))
+    assert planned["gradients"] == planned["gradients of a microbatch"] == trained < planned["weights"]
+    assert planned["copy to publish"] == bytes_to_be(trainable.of_model(real.params))
+    adapted = bytes_to_be({name: real.params[name] for name in trainable.adapted})
+    assert planned["weights as computed with"] == adapted
+
+
+def test_the_plan_says_what_trains():
+    # Two layers of 5 kernels between widths 16 and 32 and 2 between 16 and 16: 2 * 3 * (5 * 48 + 2 * 32)
+    text = plan._trained_text(a_config(model={"path": str(MODEL), "lora": {"rank": 3}}), TINY)
+    assert text.startswith("; 1,824 train (adapters of rank 3 on 14 kernels)")
+    assert plan._trained_text(a_config(), TINY) == ""
+    frozen = a_config(model={"path": str(MODEL), "freeze": ("layers.*", "norm.scale")})
+    assert plan._trained_text(frozen, TINY).startswith("; 1,024 train (the rest)")  # embedding and head, 32 x 16 each
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -102,17 +148,19 @@ def test_shared_memory_never_holds_more_versions_than_planned(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("shape", "max_length", "rows"),
+    ("shape", "max_length", "rows", "remat"),
     [
-        ({"d_model": 64, "heads": 4, "kv_heads": 2, "head_size": 16, "d_ff": 256}, 64, 16),  # feed-forward dominates
-        ({"d_model": 64, "heads": 4, "kv_heads": 2, "head_size": 16, "d_ff": 256}, 512, 1),  # attention scores do
-        ({"d_model": 128, "heads": 2, "kv_heads": 2, "head_size": 32, "d_ff": 512}, 128, 4),
-        ({"d_model": 64, "heads": 4, "kv_heads": 2, "head_size": 16, "d_ff": 256}, 4096, 1),  # scores of a block do
+        (SHORT, 64, 16, "none"),  # feed-forward dominates
+        (SHORT, 512, 1, "none"),  # attention scores do
+        ({"d_model": 128, "heads": 2, "kv_heads": 2, "head_size": 32, "d_ff": 512}, 128, 4, "none"),
+        (SHORT, 4096, 1, "none"),  # scores of a block do
+        (SHORT, 512, 1, "layers"),
+        (SHORT, 64, 16, "dots"),
     ],
 )
-def test_the_estimate_of_a_microbatch_is_within_a_factor_of_what_the_compiler_takes(shape, max_length, rows):
+def test_the_estimate_of_a_microbatch_is_within_a_factor_of_what_the_compiler_takes(shape, max_length, rows, remat):
     model = TransformerConfig(vocab_size=512, layers=6, **shape)
-    trainer = {"token_budget": rows * max_length, "row_buckets": (max_length,), "logprob_chunk": 64}
+    trainer = {"token_budget": rows * max_length, "row_buckets": (max_length,), "logprob_chunk": 64, "remat": remat}
     config = a_config(
         data={"max_prompt_tokens": 16},
         rollout={"max_new_tokens": max_length - 16},
@@ -129,6 +177,7 @@ def test_the_estimate_of_a_microbatch_is_within_a_factor_of_what_the_compiler_ta
         compute_dtype="float32",
         export_dtype="float32",
         logprob_chunk=64,
+        remat=remat,
     )
     layout = make_layout((max_length,), max_length=max_length, token_budget=rows * max_length)
     arguments = programs.abstract.params, programs._abstract_rows(layout.shapes[0])
@@ -136,9 +185,11 @@ def test_the_estimate_of_a_microbatch_is_within_a_factor_of_what_the_compiler_ta
         arguments[0], arguments[0], arguments[1], jax.ShapeDtypeStruct((), np.float32), programs.with_own_prox(False)
     )
     taken = lowered.compile().memory_analysis().temp_size_in_bytes
-    planned = plan.trainer_bytes(config, model, plan.abstract_mesh(config, 0))
-    estimate = sum(size for name, size in planned.items() if name in plan.ESTIMATED)
+    estimate = estimated_bytes(config, model)
     assert taken / 1.5 < estimate < taken * 1.5
+    if remat != "none":
+        kept = dataclasses.replace(config, trainer=dataclasses.replace(config.trainer, remat="none"))
+        assert taken < 0.5 * estimated_bytes(kept, model)
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from areal_jax.models.transformer import (
     cast,
     graph,
     init_params,
+    look_up,
     param_count,
     param_shapes,
     rope_frequencies,
@@ -120,6 +121,13 @@ def test_bfloat16_params_compute_in_bfloat16_and_stay_near():
     rounded = bind(graph(config), cast(params, jnp.bfloat16))(*rows([1, 2, 3, 4]))
     assert rounded.dtype == jnp.bfloat16
     np.testing.assert_allclose(rounded.astype(jnp.float32), exact, atol=0.15)
+
+
+def test_the_gradient_of_a_token_that_comes_often_is_whole_in_bfloat16():
+    # Token 1 at 1000 places with gradient 1 each, token 2 at one; a sum in bfloat16 would stay at 256.
+    tokens = np.append(np.full(1000, 1), 2)
+    gradient_VD = jax.grad(lambda table_VD: look_up(table_VD, tokens).sum())(jnp.ones((4, 1), jnp.bfloat16))
+    assert gradient_VD.dtype == jnp.bfloat16 and gradient_VD.ravel().tolist() == [0, 1000, 1, 0]
 
 
 def test_initial_params_have_the_declared_shapes():

@@ -65,14 +65,23 @@ def make_programs():
     """Programs on the first devices of a mesh (data, fsdp, tensor); one set per distinct call."""
     made = {}
 
-    def make(mesh=(1, 1, 1), *, objective=step.decoupled_objective, dtype="float32", export="float32", **optimizer):
-        key = (mesh, objective, dtype, export, tuple(optimizer.items()))
+    def make(
+        mesh=(1, 1, 1),
+        *,
+        objective=step.decoupled_objective,
+        dtype="float32",
+        export="float32",
+        model=MODEL,
+        remat="none",
+        **optimizer,
+    ):
+        key = (mesh, objective, dtype, export, model, remat, tuple(optimizer.items()))
         if key not in made:
             config = OptimizerConfig(**{"lr": 1e-2, "warmup_fraction": 0.0, **optimizer})
             devices = jax.devices()[: int(np.prod(mesh))]
             schedule = state.learning_rate(config, 100)
             made[key] = step.Programs(
-                MODEL,
+                model,
                 sharding.make_mesh(dict(zip(sharding.AXES, mesh, strict=True)), devices),
                 state.make_optimizer(config, schedule),
                 schedule,
@@ -81,6 +90,7 @@ def make_programs():
                 compute_dtype=dtype,
                 export_dtype=export,
                 logprob_chunk=32,
+                remat=remat,
             )
         return made[key]
 

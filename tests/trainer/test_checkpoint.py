@@ -2,8 +2,10 @@ import dataclasses
 
 import jax
 import numpy as np
+import optax
 import pytest
 
+from areal_jax.models import transformer
 from areal_jax.trainer import step
 from areal_jax.trainer.checkpoint import Checkpoints
 
@@ -50,6 +52,24 @@ def test_round_trip_keeps_values_dtypes_and_places(saved, programs, model_config
     for name, expected in QUEUE.items():
         assert restored.queue[name].dtype == expected.dtype
         np.testing.assert_array_equal(restored.queue[name], expected)
+
+
+def test_a_checkpoint_with_a_bfloat16_moment_is_restored_as_it_is_or_into_float32(
+    tmp_path, programs, make_programs, model_config, fresh_state
+):
+    half = make_programs(moment_dtype="bfloat16")
+    state = fresh_state(half)
+    moment = transformer.cast(state.params, "bfloat16")
+    state = state._replace(opt_state=optax.tree.set(state.opt_state, mu=moment))
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    checkpoints.save(state, facts(model_config), QUEUE)
+    same = checkpoints.restore(half.abstract, facts(model_config)).state
+    wider = checkpoints.restore(programs.abstract, facts(model_config)).state
+    checkpoints.close()
+    found, widened = (optax.tree.get(s.opt_state, "mu")["embedding"] for s in (same, wider))
+    assert (found.dtype, widened.dtype) == ("bfloat16", "float32")
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(same), jax.device_get(state))
+    np.testing.assert_array_equal(widened, np.asarray(moment["embedding"]).astype(np.float32))
 
 
 def test_state_may_be_donated_while_it_is_written(

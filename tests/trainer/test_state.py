@@ -44,6 +44,16 @@ def test_the_papers_warmup_of_one_update_is_none():
     assert rates(OptimizerConfig(), 1000, [0, 1, 999]) == pytest.approx([2e-5] * 3)
 
 
+def test_after_the_warmup_each_schedule_is_at_its_own_start_and_ends_with_the_run():
+    # 10 updates, 4 of them warm-up: 1/4, 2/4, 3/4, 1, then 6 from the peak; half of those are done at update 7.
+    counts = [0, 1, 2, 3, 4, 7, 10]
+    rise = [0.25, 0.5, 0.75, 1.0]
+    after = {"constant": [1.0, 1.0, 1.0], "linear": [1.0, 0.5, 0.0], "cosine": [1.0, 0.5, 0.0]}
+    for schedule, rest in after.items():
+        config = OptimizerConfig(lr=1.0, warmup_fraction=0.4, schedule=schedule)
+        np.testing.assert_allclose(rates(config, 10, counts), rise + rest, atol=1e-6, err_msg=schedule)
+
+
 def one_update(params, grads, config):
     optimizer = state.make_optimizer(config, state.learning_rate(config, 10))
     updates, _ = optimizer.update(grads, optimizer.init(params), params)
@@ -64,6 +74,37 @@ def test_first_adam_update_worked_by_hand():
     # Norm of (3, 4) is 5, clipped to 1: 0.6, 0.8. First update: m / (sqrt(v) + eps) = g / (g + 1e-5).
     moved = one_update({"norm.scale": jnp.zeros(2)}, {"norm.scale": jnp.array([3.0, 4.0])}, OPTIMIZER)
     np.testing.assert_allclose(moved["norm.scale"], [-0.5 * 0.6 / 0.60001, -0.5 * 0.8 / 0.80001], rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("most", "expected"),
+    [
+        # The norm of (2, 1, 2) over both is 3; halved it is (1, 1/2, 1). First update with eps 1: 0.5 * g / (g + 1).
+        (1.5, ([-1 / 4], [-1 / 6, -1 / 4])),
+        (3.0, ([-1 / 3], [-1 / 4, -1 / 3])),  # not above the most: (2, 1, 2) as it is
+    ],
+)
+def test_clipping_is_by_the_norm_over_all_params_together(most, expected):
+    grads = {"embedding": jnp.array([2.0]), "norm.scale": jnp.array([1.0, 2.0])}
+    config = dataclasses.replace(OPTIMIZER, eps=1.0, weight_decay=0.0, max_grad_norm=most)
+    moved = one_update(jax.tree.map(jnp.zeros_like, grads), grads, config)
+    assert float(state.global_norm(grads)) == 3.0
+    for value, wanted in zip(moved.values(), expected, strict=True):
+        np.testing.assert_allclose(value, wanted, rtol=1e-6)
+
+
+def test_the_first_moment_may_be_bfloat16_beside_a_float32_second_one():
+    # Two updates with gradient g: m = (1 - 0.9^2) g as bfloat16 rounds it, v = (1 - 0.95^2) g^2.
+    params, grads = {"norm.scale": jnp.zeros(1)}, {"norm.scale": jnp.array([0.7])}
+    config = dataclasses.replace(OPTIMIZER, moment_dtype="bfloat16")
+    optimizer = state.make_optimizer(config, state.learning_rate(config, 10))
+    opt_state = optimizer.init(params)
+    for _ in range(2):
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+    mu, nu = (optax.tree.get(opt_state, name)["norm.scale"] for name in ("mu", "nu"))
+    assert (mu.dtype, nu.dtype, updates["norm.scale"].dtype) == (jnp.bfloat16, jnp.float32, jnp.float32)
+    assert float(mu[0]) == pytest.approx(0.19 * 0.7, rel=2**-7) and float(mu[0]) != np.float32(0.19 * 0.7)
+    assert float(nu[0]) == pytest.approx(0.0975 * 0.49, rel=1e-5)
 
 
 @pytest.fixture(scope="module")

@@ -1,3 +1,4 @@
+import copy
 import dataclasses
 
 import jax
@@ -92,20 +93,6 @@ def test_one_large_microbatch_changes_nothing(trajectories, params, one_by_one, 
     assert_same_gradient(gradient_and_sums(make_programs(), params, minibatch)[0], one_by_one[0])
 
 
-@pytest.mark.parametrize("mesh", [(2, 2, 2), (8, 1, 1)])
-def test_eight_devices_change_nothing(
-    mesh, trajectories, params, one_by_one, make_programs, make_minibatch, fresh_state
-):
-    programs = make_programs(mesh)
-    minibatch = make_minibatch(trajectories, LENGTH, 8 * LENGTH, shards=programs.shards)
-    grads, sums = gradient_and_sums(programs, fresh_state(programs).params, minibatch)
-    assert_same_gradient(grads, one_by_one[0])
-    assert sums["loss"] == pytest.approx(one_by_one[1], rel=1e-5)
-    kernel = grads["layers.0.attention.query.kernel"]
-    assert kernel.sharding == programs.abstract.params["layers.0.attention.query.kernel"].sharding
-    assert kernel.addressable_shards[0].data.shape == (16 // mesh[1], 4 // mesh[2], 8)
-
-
 def test_update_is_adamw_on_the_mean_gradient(
     trajectories, params, one_by_one, make_programs, make_minibatch, fresh_state
 ):
@@ -137,8 +124,12 @@ def row(*sequences):
     return batch
 
 
+def logprobs_of(programs, params, batch):
+    return programs.logprobs(params, programs.put(batch, step.CONTEXT), programs.scalars["temperature"])
+
+
 def row_logprobs(programs, params, batch):
-    return np.asarray(programs.logprobs(params, programs.put(batch, step.CONTEXT), programs.scalars["temperature"]))[0]
+    return np.asarray(logprobs_of(programs, params, batch))[0]
 
 
 def test_changing_one_sequence_moves_no_logprob_of_the_next(params, make_programs):
@@ -181,10 +172,10 @@ def test_first_minibatch_needs_no_proximal_pass_bit_for_bit(
     state = fresh_state(programs)
 
     def full_recomputation(minibatches):
-        return [dataclasses.replace(m, prox_logprobs=[logprobs_of(batch) for batch in m.batches]) for m in minibatches]
-
-    def logprobs_of(batch):
-        return programs.logprobs(state.params, programs.put(batch, step.CONTEXT), programs.scalars["temperature"])
+        return [
+            dataclasses.replace(m, prox_logprobs=[logprobs_of(programs, state.params, batch) for batch in m.batches])
+            for m in minibatches
+        ]
 
     expected, _ = run_step(programs, state, parts, full_recomputation)
     state = fresh_state(programs)
@@ -193,6 +184,31 @@ def test_first_minibatch_needs_no_proximal_pass_bit_for_bit(
     got, outcome = run_step(programs, state, spared, list)
     jax.tree.map(np.testing.assert_array_equal, got, expected)
     assert float(outcome.sums[0]["ratio"]) != float(outcome.sums[0]["tokens"])  # later minibatches have moved off prox
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_a_proximal_pass_is_made_of_all_minibatches_but_the_first(
+    count, make_trajectories, make_programs, make_minibatch, fresh_state
+):
+    programs, passes = make_programs(), []
+    parts = [make_minibatch(make_trajectories(3 + 3 * seed, seed=seed), LENGTH, BUDGET) for seed in range(count)]
+
+    def counted_pass(params, rows, temperature):
+        passes.append(programs.logprobs(params, rows, temperature))
+        return passes[-1]
+
+    counted = copy.copy(programs)
+    counted.logprobs = counted_pass
+    state = fresh_state(programs)
+    expected = [[np.asarray(logprobs_of(programs, state.params, b)) for b in part.batches] for part in parts]
+    minibatches = step.with_prox_logprobs(counted, state.params, parts)
+    outcomes = []
+    for minibatch in minibatches:
+        state, outcome = step.update(counted, state, minibatch)
+        outcomes.append(outcome)
+    assert len(passes) == sum(len(part.batches) for part in parts[1:])
+    got = [outcomes[0].logprobs, *(minibatch.prox_logprobs for minibatch in minibatches[1:])]
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(got), expected)
 
 
 def test_with_one_minibatch_the_ratio_is_exactly_one(trajectories, make_programs, make_minibatch, fresh_state):
@@ -278,16 +294,34 @@ def test_bfloat16_computes_with_float32_masters(
     assert {value.dtype.name for value in programs.export(state.params).values()} == {"bfloat16"}
 
 
-def test_nothing_compiles_after_warmup(make_trajectories, params, make_programs, make_minibatch, fresh_state):
+def test_bfloat16_is_only_inside_the_forward_pass(make_programs):
+    programs = make_programs(dtype="bfloat16", export="bfloat16")
+    params, number = programs.abstract.params, jax.ShapeDtypeStruct((), np.float32)
+    rows, scalars = programs._abstract_rows((2, LENGTH)), programs.with_own_prox(False)
+    results = jax.eval_shape(programs.accumulate, params, params, rows, number, scalars)
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(results)} == {"float32"}  # gradient, loss and sums, logprobs
+    state, facts = jax.eval_shape(programs.apply, programs.abstract, results[0])
+    moments = [optax.tree.get(state.opt_state, name) for name in ("mu", "nu")]
+    assert {leaf.dtype.name for leaf in jax.tree.leaves([state.params, moments])} == {"float32"}
+    assert facts["grad_norm"].dtype == "float32"
+
+
+def test_nothing_compiles_after_warmup_whatever_lengths_come(make_trajectories, make_programs, fresh_state):
     programs = make_programs(beta1=0.8)  # programs of its own
     state = fresh_state(programs)
     layout = packing.make_layout((), max_length=64, token_budget=128)
     programs.compile(layout.shapes)
-    compiled = compilation.count()
-    for length in (32, 64):
-        minibatch = make_minibatch(make_trajectories(7, seed=length), length, 128)
-        minibatches = step.with_prox_logprobs(programs, state.params, [minibatch, minibatch])
+    compiled, seen = compilation.count(), []
+    for seed, longest in enumerate([8, 30, 60, 12, 20, 45]):
+        trajectories = make_trajectories(1 + 7 * (seed % 3), seed=seed, longest=longest)
+        advantages = np.ones(len(trajectories), np.float32)
+        minibatch = step.Minibatch(packing.pack(trajectories, advantages, layout, version=1, max_staleness=9))
+        seen.append(minibatch.batches)
+        without_gradient = step.Minibatch([], gradless_tokens=5)
+        minibatches = step.with_prox_logprobs(programs, state.params, [minibatch, without_gradient, minibatch])
         for m in [*minibatches, *step.with_behav_as_prox([minibatch])]:
             state, outcome = step.update(programs, state, m)
         jax.device_get((outcome, programs.export(state.params)))
+    assert {batch.tokens.shape for batches in seen for batch in batches} == set(layout.shapes) == {(4, 32), (2, 64)}
+    assert len({len(batches) for batches in seen}) > 2
     assert compilation.count() == compiled
