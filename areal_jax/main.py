@@ -1,8 +1,8 @@
 """The command line: `python -m areal_jax.main --config=configs/math.py [--config.section.key=value ...]`.
 
-In: a config file and overrides. Out: a run in its own directory, or, with `--role`, one of its processes; with
-`--dry_run` the resolved config and a plan of its memory. A config that contradicts itself ends here, before any process
-or device is touched.
+In: a config file and overrides. Out: a run in its own directory, of reinforcement learning or, with `sft.data`, of
+supervised fine-tuning; with `--role`, one of its processes; with `--dry_run` the resolved config and a plan of its
+memory. A config that contradicts itself ends here, before any process or device is touched.
 """
 
 import sys
@@ -19,6 +19,9 @@ from areal_jax.launch import command_line
 _CONFIG = command_line.define_config()
 _ROLE = flags.DEFINE_enum("role", None, ["trainer", "generator", "rollout"], "Start this one part and nothing else.")
 _INDEX = flags.DEFINE_integer("index", 0, "With --role=generator: which of generation.addresses this server is.")
+_PROCESS = flags.DEFINE_integer(
+    "process", 0, "With --role=trainer: which of trainer.distributed.processes this one is; 0 hosts the queue."
+)
 _DRY_RUN = flags.DEFINE_bool(
     "dry_run", False, "Check the config, print it (stdout) and the memory that it will need (stderr), and stop."
 )
@@ -38,19 +41,30 @@ def main(argv: Sequence[str]) -> int:
             config_lib.check_serving(config)
         else:
             config_lib.check(config)
+            if _ROLE.value and config.sft.data:
+                raise ValueError(
+                    f"--role={_ROLE.value} is a part of reinforcement learning, and supervised fine-tuning "
+                    f"(config.sft.data={config.sft.data}) is one process; leave --role out"
+                )
             if not _DRY_RUN.value:
                 config_lib.check_packages(config)
         if config.metrics.wandb:
             metrics.require_wandb()
     if _DRY_RUN.value and _ROLE.value == "generator":
         return dry_serve(config)
+    if _DRY_RUN.value and config.sft.data:
+        return dry_fine_tune(config, devices=_DEVICES.value)
     if _DRY_RUN.value:
         return dry_run(config, devices=_DEVICES.value)
     with command_line.plain_errors():
         if _ROLE.value:
             from areal_jax.launch import roles
 
-            return roles.run(config, _ROLE.value, index=_INDEX.value)
+            return roles.run(config, _ROLE.value, index=_PROCESS.value if _ROLE.value == "trainer" else _INDEX.value)
+        if config.sft.data:
+            from areal_jax.launch import supervised
+
+            return supervised.run(config, command=sys.argv)
         return run(config, command=sys.argv)
 
 
@@ -66,6 +80,20 @@ def dry_run(config: Config, *, devices: int) -> int:
         local = not any(data.startswith(config_lib.HUB) for data in (config.data.train, config.eval.data))
         if local and find_model(config.model.path) is not None:
             report += "\n" + preview.report(config)
+    print(config_lib.to_json(config), end="", flush=True)
+    print(report, file=sys.stderr)
+    return 0
+
+
+def dry_fine_tune(config: Config, *, devices: int) -> int:
+    """The same for supervised fine-tuning."""
+    from areal_jax.launch import plan, supervised
+
+    with command_line.plain_errors():
+        report = plan.supervised_report(config, devices=devices)
+        local = not any(data.startswith(config_lib.HUB) for data in (config.sft.data, config.sft.eval_data))
+        if local and find_model(config.model.path) is not None:
+            report += "\n" + supervised.preview(config)
     print(config_lib.to_json(config), end="", flush=True)
     print(report, file=sys.stderr)
     return 0

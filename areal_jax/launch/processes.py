@@ -45,12 +45,16 @@ class Child:
     log: pathlib.Path
     log_begin: int  # what is before it an earlier start of the run has printed
 
+    @property
+    def trains(self) -> bool:
+        return self.name.startswith("trainer")
+
     def stop(self) -> None:
         """SIGTERM, then SIGKILL when that is ignored for too long."""
         if self.process.poll() is None:
             self.process.terminate()
         try:
-            self.process.wait(TRAINER_STOP_S if self.name == "trainer" else STOP_S)
+            self.process.wait(TRAINER_STOP_S if self.trains else STOP_S)
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
@@ -93,7 +97,10 @@ def _parts(config: Config) -> list[tuple[str, list[str]]]:
     generators = [
         (f"generator-{i}", ["--role=generator", f"--index={i}"]) for i in range(len(config.generation.addresses))
     ]
-    return [("rollout", ["--role=rollout"]), ("trainer", ["--role=trainer"]), *generators]
+    trainers = [("trainer", ["--role=trainer"])]  # process 0; main's log and display know it by this name
+    for i in range(1, config.trainer.distributed.processes):
+        trainers.append((f"trainer-{i}", ["--role=trainer", f"--process={i}"]))
+    return [("rollout", ["--role=rollout"]), *trainers, *generators]
 
 
 def _start(name: str, config: Config, arguments: Sequence[str], held: int) -> Child:
@@ -117,8 +124,8 @@ def _start(name: str, config: Config, arguments: Sequence[str], held: int) -> Ch
 
 
 def _wait(children: Sequence[Child], interrupted: Callable[[], bool], display: Display) -> None:
-    """Returns when the controller and the trainer are done, or on an interrupt. Raises RunFailed when a child dies."""
-    finite = [child for child in children if child.name in ("rollout", "trainer")]
+    """Returns when controller and trainers are done, or on an interrupt. Raises RunFailed when a child dies."""
+    finite = [child for child in children if child.name == "rollout" or child.trains]
     while not interrupted() and any(child.process.poll() is None for child in finite):
         for child in children:
             status = child.process.poll()
@@ -195,10 +202,15 @@ def _interruptible() -> Iterator[Callable[[], bool]]:
 
 def with_ports(config: Config) -> Config:
     """The config with a free port for each address that leaves it open. Raises ValueError for a port in use."""
-    trainer, *generation = _free([config.trainer.address, *config.generation.addresses])
+    distributed = config.trainer.distributed
+    met = [distributed.coordinator] if distributed.processes > 1 else []
+    trainer, *others = _free([config.trainer.address, *met, *config.generation.addresses])
+    generation = others[len(met) :]
+    if met:
+        distributed = dataclasses.replace(distributed, coordinator=others[0])
     return dataclasses.replace(
         config,
-        trainer=dataclasses.replace(config.trainer, address=trainer),
+        trainer=dataclasses.replace(config.trainer, address=trainer, distributed=distributed),
         generation=dataclasses.replace(config.generation, addresses=tuple(generation)),
     )
 

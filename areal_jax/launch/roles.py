@@ -1,6 +1,7 @@
 """The parts of a run, each built from the config and run to its end, in a process of its own.
 
-    trainer      loads the model, hosts the trajectory queue and the weights, trains
+    trainer      loads the model, hosts the trajectory queue and the weights, trains; of several processes, process 0
+                 hosts, and all train
     generator    loads the model, compiles, serves generation until it is told to stop
     rollout      prompts, gate, rewards; ends when the trainer announces that training is finished
 
@@ -22,6 +23,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from areal_jax import config as config_lib
 from areal_jax.config import Config, is_hub_id
 from areal_jax.hub import model_directory
 from areal_jax.launch import run_files
@@ -29,6 +31,7 @@ from areal_jax.metrics import JsonlWriter
 from areal_jax.types import UNPUBLISHED, PromptSource
 
 if TYPE_CHECKING:  # the controller starts without jax
+    from areal_jax.distributed import Processes
     from areal_jax.generation.scheduler import Scheduler
     from areal_jax.models.transformer import TransformerConfig
     from areal_jax.rewards.pool import RewardPool
@@ -42,7 +45,7 @@ REPORT_S = 1.0  # between two lines of generation-N.jsonl
 
 
 def run(config: Config, role: str, *, index: int = 0) -> int:
-    """Runs one part to its end and returns the exit status."""
+    """Runs one part to its end and returns the exit status. `index` is which of the generators or trainers it is."""
     pin(config.run.cores, role, index)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     stop = threading.Event()
@@ -52,7 +55,7 @@ def run(config: Config, role: str, *, index: int = 0) -> int:
         _end_in_order(stop)
         asyncio.run(_rollout(config, stop))
     elif role == "trainer":
-        _trainer(config, stop)
+        _trainer(config, index, stop)
     else:
         _generator(config, index, stop)
     return 0
@@ -95,11 +98,40 @@ def token() -> str:
 # Trainer.
 
 
-def _trainer(config: Config, stop: threading.Event) -> None:
-    from areal_jax import compilation, weights
-    from areal_jax.transport import clients, servers
+def _trainer(config: Config, process: int, stop: threading.Event) -> None:
+    from areal_jax import compilation, distributed
 
     compilation.enable_cache()
+    settings = config.trainer.distributed
+    with distributed.joined(
+        settings.coordinator, index=process, count=settings.processes, timeout_s=settings.timeout_s, stop=stop
+    ) as processes:
+        processes.agree("the config", config_lib.to_json(config))
+        processes.agree("the newest checkpoint in run.dir", f"version {run_files.newest_checkpoint(config.run_dir)}")
+        (_lead if process == 0 else _follow)(config, processes, stop)
+
+
+def _ready(processes: "Processes", stop: threading.Event) -> None:
+    _end_in_order(stop)
+    processes.barrier("every program is compiled")
+
+
+def _follow(config: Config, processes: "Processes", stop: threading.Event) -> None:
+    """A process that is not the first: the same loop, without queue, files and generators."""
+    from areal_jax.trainer import shared
+
+    def open_log(version: int) -> shared.Silent:
+        _ready(processes, stop)
+        return shared.Silent()
+
+    _loop(config, shared.FollowingQueue(processes), shared.Silent(), open_log, stop)
+
+
+def _lead(config: Config, processes: "Processes", stop: threading.Event) -> None:
+    from areal_jax import weights
+    from areal_jax.trainer import shared
+    from areal_jax.transport import clients, servers
+
     queue = make_queue(config)
     directory = weights.run_directory(config.weights.directory, config.run_dir)
     server = servers.serve_trainer(
@@ -122,7 +154,8 @@ def _trainer(config: Config, stop: threading.Event) -> None:
         first = False
 
     try:
-        train(config, queue, weights.shared_memory_sender(directory, push), stop, lambda: _end_in_order(stop))
+        send = weights.shared_memory_sender(directory, push)
+        train(config, shared.leading_queue(queue, processes), send, stop, lambda: _ready(processes, stop))
         stop.wait(LINGER_S)
     finally:
         server.stop()
@@ -141,11 +174,7 @@ def train(
     `on_ready` is called when everything is compiled, before the first step.
     """
     from areal_jax.metrics import StepLog
-    from areal_jax.models.safetensors_files import read_params
-    from areal_jax.trainer import loop
     from areal_jax.weights import Publisher
-
-    shape = model_config(config)
 
     def open_log(version: int) -> StepLog:
         on_ready()
@@ -158,12 +187,21 @@ def train(
             config=dataclasses.asdict(config),
         )
 
+    record = JsonlWriter(config.run_dir / "publishes.jsonl").write
+    _loop(config, queue, Publisher(send, queue.announce, failed=stop.set, record=record), open_log, stop)
+
+
+def _loop(config: Config, queue: Any, publisher: Any, open_log: Callable[[int], Any], stop: threading.Event) -> None:
+    from areal_jax.models.safetensors_files import read_params
+    from areal_jax.trainer import loop
+
+    shape = model_config(config)
     loop.train(
         config,
         model_config=shape,
         read_params=functools.partial(read_params, model_directory(config.model.path), shape),
         queue=queue,
-        publisher=Publisher(send, queue.announce, failed=stop.set),
+        publisher=publisher,
         open_log=open_log,
         stop=stop,
     )
@@ -173,8 +211,25 @@ def model_config(config: Config) -> "TransformerConfig":
     """The model of `model.path` as every part of the run holds it: trainer and generators agree on its arrays.
 
     The vocabulary is padded to what the tensor axes of both divide, and ids that the tokenizer does not define are
-    never sampled. Raises ValueError when the tokenizer has more ids than the model.
+    never sampled. Raises ValueError when the tokenizer has more ids than the model, or when a sequence can be longer
+    than the model was made for: beyond, it computes nonsense silently.
     """
+    made_of = (
+        f"generation.max_length={config.generation.max_length}"
+        if config.generation.max_length
+        else f"data.max_prompt_tokens={config.data.max_prompt_tokens} and rollout.max_new_tokens="
+        f"{config.rollout.max_new_tokens}, or eval.max_new_tokens"
+    )
+    return _shape_for(config, config.cache_length, made_of)  # no sequence of the trainer is longer
+
+
+def supervised_model_config(config: Config) -> "TransformerConfig":
+    """The same for supervised fine-tuning, whose sequences are examples."""
+    return _shape_for(config, config.sft.max_length, "sft.max_length")
+
+
+def _shape_for(config: Config, longest: int, made_of: str) -> "TransformerConfig":
+    """The model, checked for sequences of `longest` tokens, which `made_of` (settings) allow."""
     from areal_jax.models.huggingface import load_config
     from areal_jax.tokenizer import Tokenizer
 
@@ -189,25 +244,13 @@ def model_config(config: Config) -> "TransformerConfig":
             f"{shape.vocab_size}: the model has no weights for the last ones. The files there belong to different "
             "models, or tokens were added without resizing the embedding"
         )
-    _check_positions(config, shape)
-    kernels = "batch_invariant" if config.generation.batch_invariant else config.model.attention
-    return dataclasses.replace(shape, live_vocab=ids, kernels=kernels)
-
-
-def _check_positions(config: Config, shape: "TransformerConfig") -> None:
-    """Raises ValueError for sequences longer than the model was made for: beyond, it computes nonsense silently."""
-    longest = config.cache_length  # no sequence of the trainer is longer
     if longest > shape.max_positions:
-        made_of = (
-            f"generation.max_length={longest}"
-            if config.generation.max_length
-            else f"data.max_prompt_tokens={config.data.max_prompt_tokens} and rollout.max_new_tokens="
-            f"{config.rollout.max_new_tokens}, or eval.max_new_tokens"
-        )
         raise ValueError(
             f"the longest sequence has {longest} tokens ({made_of}), and the model of "
             f"model.path={config.model.path} is made for max_position_embeddings={shape.max_positions}; lower them"
         )
+    kernels = "batch_invariant" if config.generation.batch_invariant else config.model.attention
+    return dataclasses.replace(shape, live_vocab=ids, kernels=kernels)
 
 
 def check_shape(config: Config, shape: "TransformerConfig") -> None:
@@ -241,11 +284,12 @@ def make_queue(config: Config) -> Any:
 
 
 def _generator(config: Config, index: int, stop: threading.Event) -> None:
-    from areal_jax import compilation
+    from areal_jax import compilation, profiling
     from areal_jax.tokenizer import Tokenizer
     from areal_jax.transport import servers
 
     compilation.enable_cache()
+    profile = profiling.Profile(config.run_dir / "profile" / f"generation-{index}", config.profiled_steps)
     with http_server(config, index) as open_http:
         scheduler = make_scheduler(config)
         _end_in_order(stop)
@@ -261,7 +305,8 @@ def _generator(config: Config, index: int, stop: threading.Event) -> None:
         log.info("generation server %d listens on %s", index, server.address)
         open_http(scheduler)
         try:
-            report_generation(scheduler, config.run_dir, index, stop)
+            with profiling.following(profile, lambda: int(scheduler.status()["version"]) + 1):
+                report_generation(scheduler, config.run_dir, index, stop)
         finally:
             server.stop()
             scheduler.stop()
@@ -312,6 +357,7 @@ def make_scheduler(config: Config) -> "Scheduler":
         prefill_rows=settings.prefill_rows,
         prefill_tokens=settings.prefill_tokens,
         length_buckets=settings.length_buckets,
+        slot_buckets=settings.slot_buckets,
         dtype=settings.dtype,
         temperature=config.rollout.temperature,
         seed=config.run.seed,
@@ -340,12 +386,14 @@ def report_generation(scheduler: "Scheduler", run_dir: pathlib.Path, index: int,
     before, began = scheduler.status(), time.time()
     while scheduler.failure is None:
         stopped = stop.wait(REPORT_S)
+        activity = _take_activity(scheduler)
         status, now = scheduler.status(), time.time()
         line = {
             "time": now,
             "interval_s": now - began,
             **status,
             **{name: status[name] - before[name] for name in TOTALS},
+            **activity,
         }
         writer.write(line)
         before, began = status, now
@@ -353,6 +401,25 @@ def report_generation(scheduler: "Scheduler", run_dir: pathlib.Path, index: int,
             writer.close()
             return
     raise RuntimeError("the generation engine failed") from scheduler.failure
+
+
+def _take_activity(scheduler: "Scheduler") -> dict[str, Any]:
+    """When the server waited for work and when it swapped weights, since the last call; times since 1970."""
+    waits, swaps = scheduler.activity.take()
+    shift = time.time() - time.monotonic()  # the scheduler's clock is the monotonic one
+    return {
+        "waits": [[begin + shift, end + shift] for begin, end in waits],
+        "swapped": [
+            {
+                "version": swap.version,
+                "time": swap.ended + shift,
+                "stall_s": swap.stall_s,
+                "recompute_s": swap.recompute_s,
+                "recomputed_tokens": swap.recomputed_tokens,
+            }
+            for swap in swaps
+        ],
+    }
 
 
 # Rollout controller.

@@ -43,7 +43,7 @@ def run(config: Config, *, command: Sequence[str]) -> int:
         )
     compilation.enable_cache()
     directory = config.run_dir
-    with processes.exclusive(directory), _stop_on_signals() as stop:
+    with processes.exclusive(directory), stop_on_signals() as stop:
         run_files.open_run(directory, command)
         (directory / "config.json").write_text(config_lib.to_json(config))
         with _logging_into(directory / "logs" / "threads.log"), Display(directory) as display:
@@ -117,7 +117,8 @@ def _logging_into(path: pathlib.Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _stop_on_signals() -> Iterator[threading.Event]:
+def stop_on_signals() -> Iterator[threading.Event]:
+    """Within it SIGTERM and SIGINT set the event."""
     stop = threading.Event()
     if threading.current_thread() is not threading.main_thread():  # a notebook's or a test's: no signals here
         yield stop

@@ -18,6 +18,7 @@ the trainer to be ready.
 
 import contextlib
 import dataclasses
+import functools
 import json
 import logging
 import threading
@@ -33,19 +34,24 @@ from areal_jax.algorithms.packing import Layout, make_layout, pack, split_miniba
 from areal_jax.config import Config
 from areal_jax.metrics import Writer
 from areal_jax.models.transformer import TransformerConfig
+from areal_jax.profiling import Profile
+from areal_jax.trainer import lora
 from areal_jax.trainer.checkpoint import Checkpoints, Facts
-from areal_jax.trainer.journal import Journal
-from areal_jax.trainer.state import TrainState, initial_state
+from areal_jax.trainer.journal import Journal, reinforcement_figures
+from areal_jax.trainer.skipped import SkippedMinibatches
+from areal_jax.trainer.state import TrainState
 from areal_jax.trainer.step import (
     Minibatch,
     Outcome,
     Programs,
     build_programs,
     decoupled_objective,
+    published,
     update,
     with_behav_as_prox,
     with_prox_logprobs,
 )
+from areal_jax.trainer.utilisation import Work, work_of
 from areal_jax.types import Arrays, Trajectory
 
 log = logging.getLogger(__name__)
@@ -70,7 +76,7 @@ class Queue(Protocol):
 class Publisher(Protocol):
     """Brings a version to every generation server in the background, then announces it."""
 
-    def publish(self, params: Mapping[str, Array], version: int) -> None: ...
+    def publish(self, params: Mapping[str, Array | np.ndarray], version: int) -> None: ...
     def close(self) -> None: ...
 
 
@@ -96,22 +102,26 @@ def train(
         log.info("compiling for microbatches of rows x tokens %s", layout.shapes)
         programs.compile(layout.shapes)
         log.info("ready at version %d, waiting for trajectories", version)
-        journal = stack.enter_context(contextlib.closing(open_journal(config, open_log(version))))
-        publisher.publish(programs.export(state.params), version)
+        work = work_of(programs, model_config, config.trainer.dtype)
+        journal = stack.enter_context(contextlib.closing(open_journal(config, work, open_log(version))))
+        profile = stack.enter_context(contextlib.closing(open_profile(config)))
+        publisher.publish(published(programs, state.params), version)
         while version < config.trainer.steps:
+            profile.at(version + 1)
             with journal.measure("idle_s"):
                 batch = queue.get(version, timeout_s=config.trainer.batch_timeout_s, stop=stop)
             if batch is None:
                 break
             waiting = queue.waiting
-            minibatches = make_minibatches(config, batch, version, layout)
+            with journal.measure("pack_s"):
+                minibatches = make_minibatches(config, batch, version, layout)
             with journal.measure("prox_s"):
                 minibatches = with_prox(config, programs, state, minibatches)
             with journal.measure("update_s"):
                 state, outcomes = update_all(programs, state, minibatches, meanwhile=journal.flush)
             version += 1
             with journal.measure("publish_wait_s"):
-                publisher.publish(programs.export(state.params), version)
+                publisher.publish(published(programs, state.params), version)
             due = config.trainer.checkpoint.every and version % config.trainer.checkpoint.every == 0
             if due:
                 with journal.measure("checkpoint_s"):
@@ -136,6 +146,7 @@ def build(config: Config, model_config: TransformerConfig) -> tuple[Programs, La
         updates=config.trainer.steps * config.trainer.objective.minibatches,
         temperature=config.rollout.temperature,
         export_dtype=config.generation.dtype,
+        model=config.model,
     )
     layout = make_layout(
         config.trainer.row_buckets,
@@ -150,9 +161,19 @@ def open_checkpoints(config: Config) -> Checkpoints:
     return Checkpoints(config.run_dir / "checkpoints", keep=config.trainer.checkpoint.keep)
 
 
-def open_journal(config: Config, writer: Writer) -> Journal:
+def open_profile(config: Config) -> Profile:
+    """The profile of this process; one of several leaves a trace of its own."""
+    name = "trainer" if jax.process_count() == 1 else f"trainer-{jax.process_index()}"
+    return Profile(config.run_dir / "profile" / name, config.profiled_steps)
+
+
+def open_journal(config: Config, work: Work, writer: Writer) -> Journal:
     recomputed_prox = config.trainer.objective.prox == "recompute"
-    return Journal(writer, correct_reward=config.reward.correct, recomputed_prox=recomputed_prox)
+    figures = functools.partial(
+        reinforcement_figures, work=work, correct_reward=config.reward.correct, recomputed_prox=recomputed_prox
+    )
+    saved = SkippedMinibatches(config.run_dir / "skipped")
+    return Journal(writer, saved, figures, most_skipped=config.trainer.skipped_in_a_row)
 
 
 def facts(config: Config, model_config: TransformerConfig, version: int) -> Facts:
@@ -163,6 +184,7 @@ def facts(config: Config, model_config: TransformerConfig, version: int) -> Fact
         "options": config.data.options,
         "prompts_per_step": config.trainer.prompts_per_step,
         "group_size": config.rollout.group_size,
+        **lora.facts(config.model),
     }
     model = dataclasses.asdict(model_config)
     del model["kernels"]  # how it is computed, which may change between two starts
@@ -178,8 +200,7 @@ def start(
 ) -> tuple[TrainState, int]:
     """State and version of the newest checkpoint, whose queue is put back; or those of a run that begins."""
     if checkpoints.newest is None:
-        params = read_params(programs.abstract.params)
-        return initial_state(params, programs.abstract, programs.optimizer), 0
+        return programs.begin(read_params, wanted["run"]["seed"]), 0
     restored = checkpoints.restore(programs.abstract, wanted)
     queue.restore(restored.queue)
     return restored.state, restored.version

@@ -1,8 +1,10 @@
-"""What a part of a run that ended badly is reported to have said."""
+"""What a part of a run that ended badly is reported to have said, and which parts there are."""
 
 import subprocess
 import sys
 
+from areal_jax.config import build
+from areal_jax.launch import processes
 from areal_jax.launch.processes import Child
 
 
@@ -19,3 +21,20 @@ def test_the_error_of_an_earlier_start_is_not_told_again(tmp_path):
     with log.open("a") as file:
         file.write("error: the second mistake\nbye\n")
     assert "status 3: the second mistake\n" in child.complaint()
+
+
+def test_every_process_of_the_trainer_is_started_and_meets_the_others_at_one_free_port():
+    settings = {"processes": 3, "coordinator": "127.0.0.1:0"}
+    config = processes.with_ports(build({"trainer": {"distributed": settings}}))
+    port = config.trainer.distributed.coordinator.removeprefix("127.0.0.1:")
+    used = {port, config.trainer.address.rpartition(":")[2], config.generation.addresses[0].rpartition(":")[2]}
+    assert len(used) == 3 and "0" not in used
+    parts = dict(processes._parts(config))
+    assert list(parts) == ["rollout", "trainer", "trainer-1", "trainer-2", "generator-0"]
+    assert parts["trainer"] == ["--role=trainer"] and parts["trainer-2"] == ["--role=trainer", "--process=2"]
+
+
+def test_one_trainer_needs_no_meeting_point():
+    config = build({})
+    assert processes.with_ports(config).trainer.distributed == config.trainer.distributed
+    assert [name for name, _ in processes._parts(config)] == ["rollout", "trainer", "generator-0"]

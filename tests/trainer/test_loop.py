@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from areal_jax import compilation
-from areal_jax.config import build
+from areal_jax.config import ProfileConfig, build
 from areal_jax.trainer import loop, state
+from areal_jax.trainer.journal import TIMES
 from areal_jax.trajectory_queue import TrajectoryQueue
 
 GROUP = 4
@@ -106,7 +107,8 @@ def groups(make_trajectories):
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory, model_config, params, groups):
     """Four steps with all groups there from the start."""
-    run = Run(make_config(tmp_path_factory.mktemp("run")), model_config, params)
+    config = dataclasses.replace(make_config(tmp_path_factory.mktemp("run")), profile=ProfileConfig(steps="2:3"))
+    run = Run(config, model_config, params)
     for group in groups:
         run.queue.put(group)
     compiled = []
@@ -135,6 +137,15 @@ def test_every_step_leaves_a_line(uninterrupted):
     for line in run.lines:
         assert np.isfinite([line["loss"], line["grad_norm"], line["entropy"], line["step_s"]]).all()
         assert line["update_s"] > 0 and line["prox_s"] > 0 and line["tokens/trained"] > 0
+        assert 0 < sum(line[name] for name in TIMES) <= line["step_s"]
+        assert line["model_tflops/update"] > 3 * line["model_tflops/prox"] > 0  # the first minibatch needs no pass
+
+
+def test_chosen_steps_leave_a_trace_that_names_their_parts(uninterrupted):
+    run, _ = uninterrupted
+    (trace,) = (run.config.run_dir / "profile" / "trainer").glob("plugins/profile/*/*.xplane.pb")
+    text = trace.read_bytes()
+    assert all(name.encode() in text for name in ("idle_s", "pack_s", "prox_s", "update_s", "publish_wait_s", "step"))
 
 
 def test_nothing_compiles_after_the_first_announcement(uninterrupted):
@@ -202,6 +213,19 @@ def test_stopped_run_leaves_a_checkpoint_and_is_not_finished(tmp_path, model_con
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["2"]
 
 
+def test_a_run_whose_gradients_are_not_finite_ends_with_the_minibatch_in_a_file(tmp_path, model_config, params, groups):
+    run = Run(make_config(tmp_path, skipped_in_a_row=2), model_config, params)
+    for group in groups[:2]:
+        run.queue.put([dataclasses.replace(t, behav_logprobs=np.full_like(t.behav_logprobs, np.nan)) for t in group])
+    with pytest.raises(FloatingPointError, match=r"2 updates in a row.*step from version 0; .*skipped/0\.npz"):
+        run.train()
+    with np.load(tmp_path / "skipped" / "0.npz") as saved:
+        assert np.isnan(saved["0/behav_logprobs"][saved["0/loss_mask"] > 0]).all()
+        assert np.isfinite(saved["0/logprobs"]).all()  # so it was not the weights
+    for name, value in params.items():
+        np.testing.assert_array_equal(run.publisher.published[1][name], value)
+
+
 def test_empty_queue_is_an_error_that_says_what_is_missing(tmp_path, model_config, params, groups):
     run = Run(make_config(tmp_path, batch_timeout_s=0.05), model_config, params)
     for group in groups[:3]:
@@ -261,6 +285,7 @@ def test_a_step_in_which_no_group_has_variance_trains_nothing_and_goes_on(tmp_pa
     still, moving = run.lines
     assert still["tokens/gradless"] == still["tokens/trained"] > 0 and still["grad_norm"] == 0
     assert moving["tokens/gradless"] == 0 and moving["grad_norm"] > 0
+    assert still["compilations"] == moving["compilations"]
 
 
 def test_naive_objective_runs_without_a_proximal_pass(tmp_path, model_config, params, groups):

@@ -1,0 +1,149 @@
+"""One process of a trainer, for test_distributed.py: the real loop on batches that are known beforehand.
+
+    python tests/trainer/trainer_process.py DIRECTORY COORDINATOR COUNT INDEX EVENT
+
+In: five batches, which only process 0's queue hands out. Out, in DIRECTORY: metrics.jsonl, checkpoints/ and
+VERSION.npz, the params as process 0's publisher got them. EVENT: "none"; "late": process 1 never comes to a barrier;
+"kill:2" or "stop:2": once process 1 is through the step to version 2, it is killed, or asked to stop.
+"""
+
+import os
+import pathlib
+import signal
+import sys
+import threading
+import time
+
+import jax
+import numpy as np
+from conftest import MODEL, trajectory
+
+from areal_jax import compilation, distributed
+from areal_jax.config import build
+from areal_jax.metrics import StepLog
+from areal_jax.models import transformer
+from areal_jax.trainer import loop, shared
+
+GROUP, PROMPTS, LONGEST, STEPS = 4, 2, 16, 5
+TIMEOUT_S = 60.0
+MESHES = {1: {"data": 1, "fsdp": 4}, 2: {"data": 1, "fsdp": 4}, 4: {"data": 2, "fsdp": 2}}
+
+
+def make_config(directory, count):
+    return build(
+        {
+            "run": {"dir": str(directory)},
+            "rollout": {"group_size": GROUP, "max_new_tokens": LONGEST - 4, "max_staleness": 3},
+            "data": {"max_prompt_tokens": 4},
+            "trainer": {
+                "steps": STEPS,
+                "prompts_per_step": PROMPTS,
+                "token_budget": 4 * LONGEST,  # two or three microbatches for a minibatch of four trajectories
+                "optimizer": {"lr": 1e-3},
+                "objective": {"minibatches": 2},
+                "mesh": MESHES[count],
+                "checkpoint": {"every": 1},
+            },
+        }
+    )
+
+
+class KnownQueue:
+    """A queue that has every batch from the start; version v's tokens are of version v, or one older."""
+
+    def __init__(self, last):
+        self.last, self.finished, self.restored = last, False, None
+        self.waiting, self.dropped = 0, {}
+
+    def get(self, version, *, timeout_s, stop):
+        if version == self.last and not stop.wait(TIMEOUT_S):
+            raise AssertionError("nobody told process 0 to stop")
+        rng = np.random.default_rng(version)
+        versions = (max(0, version - 1), version + 1)
+        uids = range(version * PROMPTS, (version + 1) * PROMPTS)
+        batch = [trajectory(rng, uid, i, versions=versions) for uid in uids for i in range(GROUP)]
+        return None if stop.is_set() else batch
+
+    def announce(self, version, *, finished):
+        self.finished = finished
+
+    def snapshot(self, version):
+        return {"version": np.array([version])}
+
+    def restore(self, snapshot):
+        self.restored = int(snapshot["version"][0])
+
+
+class Kept:
+    """Writes the params of a version down, whole."""
+
+    def __init__(self, directory):
+        self.directory = directory
+
+    def publish(self, params, version):
+        np.savez(self.directory / f"{version}.npz", **params)
+
+    def close(self):
+        pass
+
+
+class Struck(shared.Silent):
+    """Does something to its process once it is handed `version`."""
+
+    def __init__(self, version, strike):
+        self.version, self.strike = version, strike
+
+    def publish(self, params, version):
+        assert params == {}
+        if version == self.version:
+            self.strike()
+
+
+def read_params(places):
+    """Random ones, the same in every process, each in its place."""
+    rng = np.random.default_rng(0)
+    whole = {n: 0.3 * rng.normal(size=shape.shape) for n, shape in transformer.param_shapes(MODEL).items()}
+    return {
+        name: jax.make_array_from_callback(place.shape, place.sharding, whole[name].astype(place.dtype).__getitem__)
+        for name, place in places.items()
+    }
+
+
+def train(directory, processes, event, stop):
+    word, _, version = event.partition(":")
+    first = processes.index == 0
+    known = KnownQueue(int(version) if word == "stop" else None)
+    strikes = {"kill": lambda: os.kill(os.getpid(), signal.SIGKILL), "stop": stop.set, "none": lambda: None}
+
+    def open_log(at):
+        processes.barrier("every program is compiled")
+        assert known.restored == at if first and at else known.restored is None
+        return StepLog(directory, version=at, tensorboard=False, wandb=False) if first else shared.Silent()
+
+    reached = loop.train(
+        make_config(directory, processes.count),
+        model_config=MODEL,
+        read_params=read_params,
+        queue=shared.leading_queue(known, processes) if first else shared.FollowingQueue(processes),
+        publisher=Kept(directory) if first else Struck(int(version or -1), strikes[word]),
+        open_log=open_log,
+        stop=stop,
+    )
+    assert known.finished == (first and reached == STEPS)
+
+
+def main(directory, coordinator, count, index, event):
+    compilation.enable_cache()
+    count, index, stop = int(count), int(index), threading.Event()
+    with distributed.joined(coordinator, index=index, count=count, timeout_s=TIMEOUT_S, stop=stop) as processes:
+        processes.agree("the event", event)
+        if event != "late":
+            train(pathlib.Path(directory), processes, event, stop)
+        elif index == 0:
+            distributed.Processes(index, count, timeout_s=1.0).barrier("every program is compiled")
+        else:
+            time.sleep(2 * TIMEOUT_S)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
