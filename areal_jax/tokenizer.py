@@ -28,8 +28,9 @@ Message = Mapping[str, Any]  # {"role": "system" | "user" | "assistant", "conten
 class Tokenizer:
     """Text to token ids and back. Make it with `Tokenizer.load`.
 
-    `eos_ids` are all tokens that end a completion, `pad_id` is what padding holds (it is always masked, never read as
-    an end), `vocab_size` is one more than the largest token id. `template` is None for a model without one.
+    `eos_ids` are all tokens that end a completion, `end_id` is the one of them that ends a text to learn from, `pad_id`
+    is what padding holds (it is always masked, never read as an end), `vocab_size` is one more than the largest token
+    id. `template` is None for a model without one.
     """
 
     def __init__(
@@ -38,6 +39,7 @@ class Tokenizer:
         *,
         eos_ids: tuple[int, ...],
         pad_id: int,
+        end_id: int,
         template: "ChatTemplate | None" = None,
     ) -> None:
         tokenizer.no_truncation()  # tokenizer.json may ask for both; a prompt is never cut silently
@@ -45,6 +47,7 @@ class Tokenizer:
         self._tokenizer = tokenizer
         self._template = template
         self.eos_ids = eos_ids
+        self.end_id = end_id
         self.pad_id = pad_id
         self.vocab_size = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
 
@@ -53,13 +56,15 @@ class Tokenizer:
         """The tokenizer of a directory. Raises FileNotFoundError or ValueError that say what was looked for and where.
 
         The ends of a completion are those that `generation_config.json` names (one id or a list) and the `eos_token` of
-        `tokenizer_config.json`, or those of `config.json` where neither names one. Padding is the pad token of the same
+        `tokenizer_config.json`, or those of `config.json` where neither names one. A text to learn from ends with that
+        `eos_token` (of a chat model it ends a turn), or with the first end token. Padding is the pad token of the same
         files, or the first end token. The chat template is read and compiled too.
         """
         directory = pathlib.Path(path)
         tokenizer = _read_tokenizer(directory)
         generation, special, model = (_read_json(directory / name) for name in EOS_FILES)
-        eos = [*_ids(generation.get("eos_token_id")), *_special(tokenizer, special, "eos_token")]
+        end = _special(tokenizer, special, "eos_token")
+        eos = [*_ids(generation.get("eos_token_id")), *end]
         eos = list(dict.fromkeys(eos or _ids(model.get("eos_token_id"))))
         if not eos:
             raise ValueError(
@@ -73,7 +78,7 @@ class Tokenizer:
             *_ids(model.get("pad_token_id")),
         ]
         template = ChatTemplate.load(directory)
-        found = cls(tokenizer, eos_ids=tuple(eos), pad_id=(pad or eos)[0], template=template)
+        found = cls(tokenizer, eos_ids=tuple(eos), pad_id=(pad or eos)[0], end_id=(end or eos)[0], template=template)
         if not all(0 <= token < found.vocab_size for token in (*eos, found.pad_id)):
             raise ValueError(
                 f"model.path={directory}: eos ids {eos} or pad id {found.pad_id} lie outside of the vocabulary of "
@@ -97,12 +102,19 @@ class Tokenizer:
 
     def render_chat(self, messages: Sequence[Message], **variables: Any) -> str:
         """The conversation as text, up to where the model's answer begins. ValueError without a template."""
+        return self._the_template().render(messages, variables)
+
+    def render_answered(self, messages: Sequence[Message], **variables: Any) -> str:
+        """The conversation as text, the model's last answer and its end included. ValueError without a template."""
+        return self._the_template().render_answered(messages, variables)
+
+    def _the_template(self) -> "ChatTemplate":
         if self._template is None:
             raise ValueError(
                 "this model directory has no chat template; looked for chat_template.jinja, chat_template.json and "
                 "chat_template in tokenizer_config.json there. Ask in plain text (the option chat=plain), or add one"
             )
-        return self._template.render(messages, variables)
+        return self._template
 
     def encode_chat(self, messages: Sequence[Message], **variables: Any) -> list[int]:
         """Token ids of `render_chat`. The template writes its own BOS, and none is added to it."""
@@ -198,10 +210,17 @@ class ChatTemplate:
 
     def render(self, messages: Sequence[Message], variables: Mapping[str, Any]) -> str:
         """The text of the conversation with the beginning of an answer (`add_generation_prompt`)."""
+        return self._render(messages, variables, add_generation_prompt=True)
+
+    def render_answered(self, messages: Sequence[Message], variables: Mapping[str, Any]) -> str:
+        """The text of a conversation whose last answer is given."""
+        return self._render(messages, variables, add_generation_prompt=False)
+
+    def _render(self, messages: Sequence[Message], variables: Mapping[str, Any], *, add_generation_prompt: bool) -> str:
         plain = [{key: value for key, value in message.items() if value is not None} for message in messages]
         values = {**self._special_tokens, "tools": None, "documents": None, **variables}
         try:
-            return self._template.render(messages=plain, add_generation_prompt=True, **values)
+            return self._template.render(messages=plain, add_generation_prompt=add_generation_prompt, **values)
         except Exception as error:  # the template is the model's code and may raise what it likes
             raise ValueError(
                 f"{self._file}: the chat template does not render a conversation of "

@@ -128,6 +128,19 @@ class Trajectory:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Example:
+    """What supervised fine-tuning imitates: of `tokens` those that train, in the context of all before them."""
+
+    prompt_tokens: np.ndarray  # [P] int32
+    tokens: np.ndarray  # [T] int32, from the first one that trains
+    trains: np.ndarray  # [T] bool; False on what others say in between
+
+    def __len__(self) -> int:
+        """Tokens of prompt and response together."""
+        return len(self.prompt_tokens) + len(self.tokens)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class TrainBatch:
     """Packed rows. Every array is aligned to the token it describes: `behav_logprobs[r, l]` is log p(tokens[r, l]).
 

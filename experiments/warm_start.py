@@ -15,7 +15,6 @@ full, skipped and faulty reasoning, so that it starts reinforcement learning in 
 import json
 import pathlib
 import random
-import string
 import time
 from collections.abc import Iterator, Sequence
 
@@ -129,11 +128,11 @@ def train(
     return {name: np.asarray(array) for name, array in state.params.items()}, results
 
 
-def example_batches(rng: random.Random, tokenizer: tokenizers.Tokenizer, updates: int) -> Iterator[list[sft.Example]]:
+def example_batches(rng: random.Random, tokenizer: tokenizers.Tokenizer, updates: int) -> Iterator[list[sft.Pair]]:
     """A batch of about BATCH_TOKENS tokens per update, in the order of the curriculum."""
     for update in range(updates):
         progress, size = update / updates, 0
-        batch: list[sft.Example] = []
+        batch: list[sft.Pair] = []
         while size < BATCH_TOKENS - MAX_LENGTH:
             prompt, response = example(rng, progress)
             batch.append((tokenizer.encode(prompt).ids, tokenizer.encode(f"{response} {EOS}").ids))
@@ -152,7 +151,7 @@ def example(rng: random.Random, progress: float) -> tuple[str, str]:
 
 
 def full(rng: random.Random, problem: Problem) -> str:
-    return written_out(problem.totals)
+    return arithmetic.written_out(problem.totals)
 
 
 def skipped(rng: random.Random, problem: Problem) -> str:
@@ -170,12 +169,7 @@ def faulty(rng: random.Random, problem: Problem) -> str:
         if i not in forgotten:
             total = min(arithmetic.LARGEST, max(0, arithmetic.apply(operation, total)))
         totals.append(total)
-    return written_out(totals)
-
-
-def written_out(totals: Sequence[int]) -> str:
-    steps = [f"{letter}: {total}" for letter, total in zip(string.ascii_lowercase, totals, strict=False)]
-    return f"{' '.join(steps)} answer: {totals[-1]}"
+    return arithmetic.written_out(totals)
 
 
 def plot(path: pathlib.Path, losses: Sequence[float]) -> None:

@@ -5,7 +5,8 @@
 
 In: a seed, a split, a position. Out: the problem at that position, the same one for ever; problems without end. A tenth
 of all problems, chosen by the hash of their text, are held out: no training split of any seed contains one.
-Called by `rollout.prompts.load_source`. The number of steps has a long tail (median 4, 99th percentile 26), so that the
+Called by `rollout.prompts.load_source`, and with their reasoning written out, as examples to imitate, by
+`rollout.examples.load_examples`. The number of steps has a long tail (median 4, 99th percentile 26), so that the
 answers of a batch do. The verifier is `areal_jax.rewards.math_answer:stated_answer_matches`.
 """
 
@@ -13,6 +14,7 @@ import dataclasses
 import hashlib
 import random
 import string
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -60,6 +62,12 @@ def apply(operation: str, total: int) -> int:
     return total // 2 if operation == "half" else total + int(operation)
 
 
+def written_out(totals: Sequence[int]) -> str:
+    """The answer with its reasoning: the total after each step, then the last one."""
+    steps = [f"{letter}: {total}" for letter, total in zip(string.ascii_lowercase, totals, strict=False)]
+    return f"{' '.join(steps)} answer: {totals[-1]}"
+
+
 def words() -> list[str]:
     """Every word that prompts and answers are made of."""
     signed = [f"{sign}{n}" for sign in "+-" for n in range(1, 10)]
@@ -105,7 +113,7 @@ class ArithmeticPrompts:
             raise ValueError(
                 f"data.options.most_steps={most_steps} must be 2 to {MOST_STEPS}, for steps are named by letters"
             )
-        self._stream = "held_out" if split == "held_out" else f"train/{seed}"
+        self._stream = _stream(split, seed)
         self._tokenizer = tokenizer
         self._most_steps, self._skew = most_steps, skew
 
@@ -114,3 +122,16 @@ class ArithmeticPrompts:
         problem = sample_problem(rng, held_out=self._stream == "held_out", most_steps=self._most_steps, skew=self._skew)
         tokens = np.array(self._tokenizer.encode(problem.text), np.int32)
         return Prompt(uid=uid, tokens=tokens, text=problem.text, answer=str(problem.totals[-1]), task="arithmetic")
+
+
+def examples(*, split: str, seed: int, tokenizer: Tokenizer, count: int = 2000) -> Iterator[dict[str, str]]:
+    """The first `count` problems of a split, each with its reasoning written out: rows for supervised fine-tuning."""
+    del tokenizer  # they are words
+    for number in range(count):
+        problem = sample_problem(random.Random(f"{_stream(split, seed)}/{number}"), held_out=split == "held_out")
+        yield {"prompt": problem.text, "response": written_out(problem.totals)}
+
+
+def _stream(split: str, seed: int) -> str:
+    """The name of a stream of problems: one for every run that is held out, one for each seed to train."""
+    return "held_out" if split == "held_out" else f"train/{seed}"

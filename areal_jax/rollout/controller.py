@@ -132,6 +132,7 @@ class Controller:
         self._changed = asyncio.Condition()
         self._finished = False
         self._closed_s = 0.0
+        self._closed: list[tuple[float, float]] = []  # (begin, end), since the last line
         self._closed_since: float | None = None
 
     async def work(self) -> None:
@@ -304,12 +305,16 @@ class Controller:
 
     def _record(self) -> None:
         self._measure_gate(self._closed_since is None)
-        line = {"time": self._services.clock(), **self._tally.line(), "gate_closed_s": self._closed_s}
-        self._services.record("rollout", line)
+        closed, self._closed = self._closed, []
+        line = {"time": self._services.clock(), **self._tally.line()}
+        self._services.record("rollout", {**line, "gate_closed_s": self._closed_s, "gate_closed": closed})
 
     def _measure_gate(self, is_open: bool) -> None:
         """Adds up the time during which the gate was the thing to wait for."""
         now = self._services.clock()
         if self._closed_since is not None:
             self._closed_s += now - self._closed_since
+            unbroken = bool(self._closed) and self._closed[-1][1] == self._closed_since
+            begin = self._closed.pop()[0] if unbroken else self._closed_since
+            self._closed.append((begin, now))
         self._closed_since = None if is_open else now

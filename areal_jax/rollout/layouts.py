@@ -140,7 +140,7 @@ def read_problem(row: Row, layout: Layout) -> tuple[Problem, str]:
     prompt, answer = _first(row, layout.prompts), _first(row, layout.answers)
     if not prompt or not answer:
         raise ValueError(_unknown(row, layout))
-    value = _column(row, answer)
+    value = look_up(row, answer)
     if isinstance(value, dict):
         raise ValueError(
             f"the answer in the column {answer} is a dict; name one column inside of it: "
@@ -149,21 +149,21 @@ def read_problem(row: Row, layout: Layout) -> tuple[Problem, str]:
     reference = layout.answers[answer](value)
     if not reference:
         raise ValueError(f"the answer in the column {answer} is empty; leave the row out, or name another column")
-    return _problem(_column(row, prompt)), reference
+    return as_problem(look_up(row, prompt)), reference
 
 
 def _first(row: Row, columns: Iterable[str]) -> str:
     """The first of the columns that holds something, "" if none does."""
-    return next((column for column in columns if _column(row, column) is not None), "")
+    return next((column for column in columns if look_up(row, column) is not None), "")
 
 
-def _column(row: Row, name: str) -> Any:
+def look_up(row: Row, name: str) -> Any:
     """What a column holds, or one inside of it (`reward_model.ground_truth`); None if there is none."""
     if name in row:
         return row[name]
     outer, _, inner = name.partition(".")
     inside = row.get(outer)
-    return _column(inside, inner) if inner and isinstance(inside, dict) else None
+    return look_up(inside, inner) if inner and isinstance(inside, dict) else None
 
 
 def _names(column: str, value: Any) -> list[str]:
@@ -172,7 +172,7 @@ def _names(column: str, value: Any) -> list[str]:
     return [column, *(name for inner, each in inside.items() for name in _names(f"{column}.{inner}", each))]
 
 
-def _problem(value: Any) -> Problem:
+def as_problem(value: Any) -> Problem:
     """A problem as it stands in a column, checked: a text, or messages of which the last is the user's."""
     if isinstance(value, str | int | float):
         if not str(value).strip():

@@ -6,11 +6,12 @@ the prompts that are done. Called by the launchers (`load_source`) and the rollo
 nobody but the disk.
 """
 
+import dataclasses
 import difflib
 import functools
 import inspect
 import logging
-from collections.abc import Mapping, Sized
+from collections.abc import Mapping, Sequence, Sized
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ from areal_jax.types import Prompt, PromptSource
 log = logging.getLogger(__name__)
 
 SETTINGS = {"train": ("data.train", "data.options"), "held_out": ("eval.data", "eval.options")}
+ASKING = ("template", "system", "chat")  # options of `Asking`, beside the variables of the chat template
 ORDERS = {"train": "shuffled", "held_out": "file"}  # where the options name none
 ENDLESS = 1024  # prompts of an endless source that stand for all of it, when it is asked whether any is short enough
 
@@ -78,6 +80,49 @@ def epoch_size(source: PromptSource) -> int:
     return len(source) if isinstance(source, Sized) else ENDLESS
 
 
+@dataclasses.dataclass(frozen=True)
+class Asking:
+    """How a problem is put to the model: the options of a data set of which `Problems` says what they mean."""
+
+    tokenizer: Tokenizer
+    template: str = "{prompt}"
+    system: str = ""
+    chat: str = "auto"
+    variables: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    @property
+    def by_template(self) -> bool:
+        """Whether it goes through the model's chat template."""
+        return self.chat == "template" or (self.chat == "auto" and bool(self.tokenizer.chat_template))
+
+    def check(self, options_key: str, options: Sequence[str]) -> None:
+        """Raises ValueError for a value that cannot be, and for a variable that is none of `options` either."""
+        if "{prompt}" not in self.template:
+            raise ValueError(
+                f'{options_key}.template={self.template!r} must contain "{{prompt}}", where the problem goes'
+            )
+        _choice(f"{options_key}.chat", self.chat, ("auto", "plain", "template"))
+        read = self.tokenizer.chat_variables if self.by_template else frozenset()
+        _check_variables(self.variables, read, options_key, options)
+        if self.by_template and "strftime_now" in self.tokenizer.chat_template and "date_string" not in self.variables:
+            log.warning(
+                "the chat template may write today's date (strftime_now), which changes the prompts from day to day; "
+                "%s.date_string fixes it in Llama's templates",
+                options_key,
+            )
+
+    def ask(self, problem: Problem) -> tuple[str, list[int]]:
+        """(the text as asked, its tokens)."""
+        messages = conversation(problem, system=self.system)
+        said = messages[-1]
+        messages[-1] = {**said, "content": self.template.replace("{prompt}", said["content"])}
+        if self.by_template:
+            text = self.tokenizer.render_chat(messages, **self.variables)
+            return text, self.tokenizer.encode_rendered(text)
+        text = plain_text(messages)
+        return text, self.tokenizer.encode(text)
+
+
 class Problems:
     """The problems of a data set by uid = epoch * len + position.
 
@@ -106,20 +151,10 @@ class Problems:
         **variables: Any,
     ) -> None:
         key, options_key = SETTINGS[split]
-        if "{prompt}" not in template:
-            raise ValueError(f'{options_key}.template={template!r} must contain "{{prompt}}", where the problem goes')
         self._order = _choice(f"{options_key}.order", order or ORDERS[split], ("shuffled", "file"))
-        self._asked_for = _choice(f"{options_key}.chat", chat, ("auto", "plain", "template"))
-        self._chat = chat == "template" or (chat == "auto" and bool(tokenizer.chat_template))
-        self._seed, self._tokenizer, self._template, self._system = seed, tokenizer, template, system
-        self._variables = variables
-        _check_variables(variables, tokenizer.chat_variables if self._chat else frozenset(), options_key)
-        if self._chat and "strftime_now" in tokenizer.chat_template and "date_string" not in variables:
-            log.warning(
-                "the chat template may write today's date (strftime_now), which changes the prompts from day to day; "
-                "%s.date_string fixes it in Llama's templates",
-                options_key,
-            )
+        self._seed = seed
+        self._asking = Asking(tokenizer, template, system, chat, variables)
+        self._asking.check(options_key, ("layout", "prompt", "answer", *ASKING, "order"))
         self._problems = _read_problems(spec, split=split, key=key, layout=layout, prompt=prompt, answer=answer)
         self._check_first(f"{key}={spec!r}", options_key)
 
@@ -132,28 +167,17 @@ class Problems:
         if self._order == "shuffled":
             position = _permutation(len(self), self._seed, epoch)[position]
         problem, answer = self._problems[position]
-        text, tokens = self._ask(problem)
+        text, tokens = self._asking.ask(problem)
         return Prompt(uid=uid, tokens=np.array(tokens, np.int32), text=text, answer=answer)
 
     def _check_first(self, setting: str, options_key: str) -> None:
         """What cannot be asked in the way that the options say is better said before anything starts."""
         try:
-            self._ask(self._problems[0][0])
+            self._asking.ask(self._problems[0][0])
         except ValueError as error:
             raise ValueError(
-                f"{setting}: the first problem cannot be asked as {options_key} say (chat={self._asked_for}): {error}"
+                f"{setting}: the first problem cannot be asked as {options_key} say (chat={self._asking.chat}): {error}"
             ) from error
-
-    def _ask(self, problem: Problem) -> tuple[str, list[int]]:
-        """(the text as asked, its tokens)."""
-        messages = conversation(problem, system=self._system)
-        said = messages[-1]
-        messages[-1] = {**said, "content": self._template.replace("{prompt}", said["content"])}
-        if self._chat:
-            text = self._tokenizer.render_chat(messages, **self._variables)
-            return text, self._tokenizer.encode_rendered(text)
-        text = plain_text(messages)
-        return text, self._tokenizer.encode(text)
 
 
 def _choice(setting: str, value: str, choices: tuple[str, ...]) -> str:
@@ -162,15 +186,15 @@ def _choice(setting: str, value: str, choices: tuple[str, ...]) -> str:
     return value
 
 
-def _check_variables(variables: Mapping[str, Any], read: frozenset[str], options_key: str) -> None:
+def _check_variables(
+    variables: Mapping[str, Any], read: frozenset[str], options_key: str, options: Sequence[str]
+) -> None:
     """Raises ValueError for an option that nobody reads."""
     for name in variables:
         if name not in read:
-            options = [each for each in inspect.signature(Problems).parameters if each not in ("spec", "variables")]
-            known = [each for each in options if each not in ("split", "seed", "tokenizer")]
-            near = difflib.get_close_matches(name, [*known, *sorted(read)], n=1, cutoff=0.0)[0]
+            near = difflib.get_close_matches(name, [*options, *sorted(read)], n=1, cutoff=0.0)[0]
             raise ValueError(
-                f"{options_key}.{name} is no option of a data set ({', '.join(known)}) and no variable that the "
+                f"{options_key}.{name} is no option of a data set ({', '.join(options)}) and no variable that the "
                 f"model's chat template reads ({', '.join(sorted(read)) or 'none is used'}); the nearest is "
                 f"{options_key}.{near}"
             )

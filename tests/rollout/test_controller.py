@@ -126,6 +126,8 @@ class TestGate:
             await run.end()
             assert run.lines["rollout"][-1]["gate_closed_s"] == 32.0  # the gate was closed all the time
             assert run.lines["rollout"][-1]["time"] == 32.0
+            closed = [span for line in run.lines["rollout"] for span in line["gate_closed"]]
+            assert closed[0][0] == 0.0 and sum(end - begin for begin, end in closed) == 32.0
 
         play(scenario)
 
