@@ -21,6 +21,7 @@ import ml_dtypes
 import numpy as np
 
 PIECE_BYTES = 1 << 20  # written and summed at a time: the second pass over a piece finds it in the processor's cache
+ALIGNMENT = 64  # bytes; jax takes an array that begins at a multiple of them as it is, and copies any other
 
 # Names of the safetensors format.
 _DTYPES = {
@@ -88,14 +89,18 @@ def write_weights(params: Mapping[str, np.ndarray], version: int, directory: str
 
 
 def _serialize(params: Mapping[str, np.ndarray], version: int) -> Iterator[memoryview]:
-    """The bytes of the safetensors format: length of the header, header in JSON padded to 8 bytes, the arrays."""
+    """The bytes of the safetensors format: length of the header, header in JSON, the arrays.
+
+    The header is padded so that they begin aligned, which the format lets a writer do (it asks for 8 bytes). On a CPU a
+    server then decodes with the mapped file itself. An array whose size is no multiple misaligns those behind it.
+    """
     header: dict[str, Any] = {"__metadata__": {"version": str(version)}}
     end = 0
     for name, array in params.items():
         begin, end = end, end + array.nbytes
         header[name] = {"dtype": _NAMES[array.dtype], "shape": array.shape, "data_offsets": (begin, end)}
     text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
+    text += b" " * (-(8 + len(text)) % ALIGNMENT)
     yield memoryview(len(text).to_bytes(8, "little") + text)
     for array in params.values():
         data = memoryview(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
@@ -130,6 +135,13 @@ def parse_weights(data: Any, checksum: int, source: str) -> tuple[int, dict[str,
         flat = np.frombuffer(data, np.uint8, end - begin, start + begin).view(_DTYPES[entry["dtype"]])
         params[name] = flat.reshape(entry["shape"])
     return version, params
+
+
+def aligned_memory(size: int) -> np.ndarray:
+    """New memory of so many bytes, [size] uint8, that begins where jax takes it as it is."""
+    memory = np.empty(size + ALIGNMENT, np.uint8)
+    begin = -memory.ctypes.data % ALIGNMENT
+    return memory[begin : begin + size]
 
 
 def find_weights(directory: str | os.PathLike[str], version: int | None = None) -> WeightFile | None:
@@ -179,9 +191,18 @@ class Publisher:
     `last` holds the seconds of the newest finished publish: "total", and what `send` reported by stage.
     """
 
-    def __init__(self, send: Send, announce: Callable[[int], object], failed: Callable[[], object] = lambda: None):
-        """`failed` is called when a version could not be sent, so that nobody waits for what it would unblock."""
-        self._send, self._announce, self._failed = send, announce, failed
+    def __init__(
+        self,
+        send: Send,
+        announce: Callable[[int], object],
+        failed: Callable[[], object] = lambda: None,
+        record: Callable[[dict[str, float]], object] = lambda line: None,
+    ):
+        """`failed` is called when a version could not be sent, so that nobody waits for what it would unblock.
+
+        `record` takes a line for each version once it is announced: when, and the seconds of each stage.
+        """
+        self._send, self._announce, self._failed, self._record = send, announce, failed, record
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="publisher")
         self._running: Future[None] | None = None
         self.last: dict[str, float] = {}
@@ -212,3 +233,5 @@ class Publisher:
             raise
         self._announce(version)
         self.last = {**(stages or {}), "total": time.monotonic() - began}
+        seconds = {f"{stage}_s": spent for stage, spent in self.last.items()}
+        self._record({"version": version, "time": time.time(), **seconds})

@@ -7,6 +7,7 @@ import platform
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -52,6 +53,21 @@ def machine() -> Line:
         "jax": jax.__version__,
         "backend": jax.default_backend(),
     }
+
+
+def define_parts(parts: Sequence[str], default: Sequence[str] = ()) -> flags.FlagHolder:
+    """The flag --parts of an experiment that can run in pieces: `default` or, where that is empty, all of them."""
+    allowed = ", ".join(parts)
+    holder = flags.DEFINE_list("parts", list(default or parts), f"Which parts, of {allowed}.")
+    flags.register_validator(holder, lambda given: set(given) <= set(parts), f"it may have {allowed}")
+    return holder
+
+
+def read(out: pathlib.Path) -> Line:
+    """What an experiment wrote into this directory before, without the machine; nothing where there is none."""
+    path = out / "results.json"
+    found = json.loads(path.read_text()) if path.exists() else {}
+    return {name: value for name, value in found.items() if name != "machine"}
 
 
 def write(out: pathlib.Path, results: Line) -> None:

@@ -5,6 +5,7 @@ import threading
 import time
 import zlib
 
+import jax
 import ml_dtypes
 import numpy as np
 import pytest
@@ -73,7 +74,23 @@ def test_a_torn_file_is_refused_with_both_checksums(tmp_path, tear):
 @pytest.mark.parametrize("version", [1, 10, 100, 1000])  # headers of different lengths
 def test_arrays_are_aligned_in_the_file_so_that_devices_can_take_them_as_they_are(tmp_path, version):
     file = write_weights({"kernel": np.ones(3, np.float64)}, version, tmp_path)
-    assert read_weights(file.path, file.checksum)[1]["kernel"].flags.aligned
+    kernel = read_weights(file.path, file.checksum)[1]["kernel"]
+    assert kernel.flags.aligned and kernel.ctypes.data % weights.ALIGNMENT == 0
+
+
+def test_a_device_takes_mapped_arrays_as_they_are(tmp_path):
+    params = {name: np.arange(64, dtype=np.float32) for name in ("first", "second")}
+    file = write_weights(params, 1, tmp_path)
+    read = read_weights(file.path, file.checksum)[1]
+    assert [jax.device_put(array).unsafe_buffer_pointer() for array in read.values()] == [
+        array.ctypes.data for array in read.values()
+    ]
+
+
+def test_new_memory_is_aligned():
+    memory = [weights.aligned_memory(size) for size in (1, 100, 1 << 20)]
+    assert [len(each) for each in memory] == [1, 100, 1 << 20]
+    assert all(each.ctypes.data % weights.ALIGNMENT == 0 for each in memory)
 
 
 def test_a_write_that_fails_midway_leaves_no_weights_to_read(tmp_path, monkeypatch):
@@ -133,22 +150,25 @@ def test_runs_have_directories_of_their_own_and_find_them_again(tmp_path):
 
 
 def test_publish_returns_at_once_sends_one_at_a_time_and_announces_last():
-    events, may_send = [], threading.Event()
+    events, may_send, began = [], threading.Event(), time.time()
 
     def send(params, version):
         may_send.wait(10)
         events.append(("sent", version))
         return {"copy": 0.5}
 
-    publisher = Publisher(send, lambda version: events.append(("announced", version)))
+    lines = []
+    publisher = Publisher(send, lambda version: events.append(("announced", version)), record=lines.append)
     publisher.publish({}, 1)
-    assert events == []
+    assert events == lines == []
     threading.Timer(0.1, may_send.set).start()
     publisher.publish({}, 2)  # waits for the first
     assert events[:2] == [("sent", 1), ("announced", 1)]
     publisher.close()
     assert events == [("sent", 1), ("announced", 1), ("sent", 2), ("announced", 2)]
     assert publisher.last["copy"] == 0.5
+    assert [(line["version"], line["copy_s"]) for line in lines] == [(1, 0.5), (2, 0.5)]
+    assert lines[0]["total_s"] >= 0.1 and began + 0.1 <= lines[0]["time"] <= lines[1]["time"] <= time.time()
     assert publisher.last["total"] < 5
 
 
