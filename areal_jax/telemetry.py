@@ -1,14 +1,16 @@
-"""What a generation server's requests go through, as numbers for whoever watches it.
+"""What a generation server's requests go through, as numbers for whoever watches it, and what it did when.
 
 In: events of the scheduler, most of them on the engine's thread. Out: counts, histograms and a rate that any thread
-reads; `transport.prometheus` shows them. Waits for nobody.
+reads, which `transport.prometheus` shows; waits and weight swaps with their times, for the run's log. Waits for nobody.
 """
 
 import bisect
+import collections
+import contextlib
 import dataclasses
 import itertools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 FIRST_TOKEN_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 PER_TOKEN_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
@@ -16,6 +18,8 @@ STALL_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.
 RATE_S = 10  # that tokens per second are over
 ENDED = ("stop", "length", "cancelled", "deadline", "failed")
 REFUSED = ("busy", "invalid")
+SHORT_WAIT_S = 0.01  # shorter waits for work are not noted: a busy server has thousands of them
+MOST_NOTED = 4096  # waits, and swaps, that are kept for whoever takes them; older ones are forgotten
 
 
 class Histogram:
@@ -112,3 +116,60 @@ class Telemetry:
         later = progress.tokens - progress.first_tokens
         if later:
             self.time_per_token_s.add((self._clock() - progress.first) / later)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Swap:
+    """New weights at a dispatch boundary: decoding stood still for `stall_s`, until `ended`.
+
+    The last `recompute_s` of these rebuilt the caches of the running slots, which held `recomputed_tokens`.
+    """
+
+    version: int
+    ended: float
+    stall_s: float
+    recompute_s: float
+    recomputed_tokens: int
+
+
+class Activity:
+    """When a generation server waited for work, and when it swapped weights; the rest of the time it generates.
+
+    The engine's thread notes it, another one takes it. Times are on `clock`, in seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float]):
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._waits: collections.deque[tuple[float, float]] = collections.deque(maxlen=MOST_NOTED)
+        self._swaps: collections.deque[Swap] = collections.deque(maxlen=MOST_NOTED)
+        self._waiting_since: float | None = None
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Around a wait for work."""
+        with self._lock:
+            self._waiting_since = self._clock()
+        yield
+        with self._lock:
+            self._note_wait()
+            self._waiting_since = None
+
+    def swapped(self, swap: Swap) -> None:
+        with self._lock:
+            self._swaps.append(swap)
+
+    def take(self) -> tuple[list[tuple[float, float]], list[Swap]]:
+        """The waits (begin, end) and swaps since the last call; a wait that goes on is cut in two here."""
+        with self._lock:
+            self._note_wait()
+            waits, swaps = list(self._waits), list(self._swaps)
+            self._waits.clear()
+            self._swaps.clear()
+        return waits, swaps
+
+    def _note_wait(self) -> None:
+        now = self._clock()
+        if self._waiting_since is not None and now - self._waiting_since >= SHORT_WAIT_S:
+            self._waits.append((self._waiting_since, now))
+            self._waiting_since = now

@@ -1,4 +1,4 @@
-from areal_jax.telemetry import RATE_S, Histogram, Progress, Rate, Telemetry
+from areal_jax.telemetry import RATE_S, Activity, Histogram, Progress, Rate, Swap, Telemetry
 
 
 class Clock:
@@ -54,3 +54,31 @@ def test_a_sample_of_one_dispatch_has_no_time_per_token():
     telemetry.finish(progress, "stop")
     assert telemetry.time_per_token_s.cumulative()[-1] == 0
     assert telemetry.time_to_first_token_s.cumulative()[-1] == 1
+
+
+def test_waits_for_work_are_noted_with_their_times_and_short_ones_are_not():
+    clock = Clock()
+    activity = Activity(clock)
+    for seconds in (2.0, 0.001):
+        with activity.waiting():
+            clock.now += seconds
+        clock.now += 1.0
+    assert activity.take() == ([(100.0, 102.0)], [])
+    assert activity.take() == ([], [])
+
+
+def test_a_wait_that_goes_on_is_cut_where_it_is_taken():
+    clock = Clock()
+    activity = Activity(clock)
+    with activity.waiting():
+        clock.now = 105.0
+        assert activity.take() == ([(100.0, 105.0)], [])
+        clock.now = 106.0
+    assert activity.take() == ([(105.0, 106.0)], [])
+
+
+def test_swaps_are_handed_out_once():
+    activity = Activity(Clock())
+    swap = Swap(version=3, ended=101.0, stall_s=0.5, recompute_s=0.25, recomputed_tokens=7)
+    activity.swapped(swap)
+    assert activity.take() == ([], [swap]) and activity.take() == ([], [])

@@ -43,8 +43,17 @@ class Layout:
         return [(self.rows(length), length) for length in self.lengths]
 
 
-def make_layout(row_buckets: Sequence[int], *, max_length: int, token_budget: int, shards: int = 1) -> Layout:
+def make_layout(
+    row_buckets: Sequence[int],
+    *,
+    max_length: int,
+    token_budget: int,
+    shards: int = 1,
+    comes_from: str = "data.max_prompt_tokens + rollout.max_new_tokens",
+) -> Layout:
     """The row lengths to compile for: `row_buckets`, or powers of two up to the one that holds `max_length`.
+
+    `comes_from` names the settings behind `max_length`, for the errors.
 
     Raises ValueError when the budget does not hold one row of the longest sequence per shard, or when the given buckets
     do not hold the longest sequence or exceed the budget.
@@ -54,7 +63,7 @@ def make_layout(row_buckets: Sequence[int], *, max_length: int, token_budget: in
         each = f" for each of the {shards} shards of rows (mesh axes data x fsdp)" if shards > 1 else ""
         raise ValueError(
             f"trainer.token_budget={token_budget} must hold the longest possible sequence, {max_length} tokens "
-            f"(data.max_prompt_tokens + rollout.max_new_tokens){each}; set it to at least {max_length * shards}"
+            f"({comes_from}){each}; set it to at least {max_length * shards}"
         )
     if not row_buckets:
         longest = 1 << (max_length - 1).bit_length()

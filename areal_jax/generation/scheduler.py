@@ -48,7 +48,7 @@ from areal_jax.generation.tickets import (
     no_more,
     too_late,
 )
-from areal_jax.telemetry import Progress, Telemetry
+from areal_jax.telemetry import Activity, Progress, Swap, Telemetry
 from areal_jax.types import Busy, Chunk, GenerateRequest
 
 OnUpdate = Literal["recompute", "keep", "drain"]
@@ -92,6 +92,7 @@ class Scheduler:
             cache_bytes=_bytes(self._state.cache),
             weight_bytes=_bytes(weights.params),
         )
+        self.activity = Activity(clock)
         self._slots: dict[int, Slot] = {}
         self._free = list(range(engine.options.slots))
         self._tickets: dict[int, Ticket] = {}
@@ -219,7 +220,9 @@ class Scheduler:
 
     def _run_commands(self, *, wait: bool) -> None:
         if wait:
-            self._commands.get()()
+            with self.activity.waiting():
+                command = self._commands.get()
+            command()
         while not self._commands.empty() and not self._stopped:
             self._commands.get()()
 
@@ -239,7 +242,7 @@ class Scheduler:
         goals = [min(length + steps, limit) for length, limit in reached if length < limit]
         if not goals:
             return None
-        self._state, decoded = self._engine.decode(self._weights, self._state, max(goals))
+        self._state, decoded = self._engine.decode(self._weights, self._state, max(goals), self._slots)
         return Dispatch(decoded, self._version, dict(self._slots))
 
     def _collect(self) -> dict[int, list[Chunk]]:
@@ -388,9 +391,13 @@ class Scheduler:
         self._hand_out(self._collect())  # what the device still does under the old weights is no part of the stall
         began = self._clock()
         self._take(load, version)
+        taken, known = self._clock(), self._counts["recomputed_tokens"]
         if recompute:
             self._recompute()
-        stall = self._clock() - began
+        ended = self._clock()
+        stall = ended - began
+        recomputed = int(self._counts["recomputed_tokens"] - known)
+        self.activity.swapped(Swap(version, ended, stall, ended - taken, recomputed))
         self._counts["swaps"] += 1
         self._counts["swap_stall_s"] += stall
         self.telemetry.swap_stall_s.add(stall)

@@ -25,7 +25,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from areal_jax.launch import run_files
+from areal_jax.launch import run_files, supervised_page
 from areal_jax.launch.run_files import Line, Run, column, total
 
 STEPS = 20  # that the averages are over
@@ -287,6 +287,8 @@ def _clock(seconds: float | None) -> str:
 
 def watch(directory: pathlib.Path) -> None:
     """Follows a run from another terminal, until Ctrl-C."""
+    if run_files.setting(Run(directory).config, "sft.data", ""):
+        supervised_page.watch(directory)
     with Display(directory) as display:
         while True:
             display.update()

@@ -18,13 +18,6 @@ from areal_jax.launch.run_files import Run, column, setting
 
 INK, FAINT, GRID, STILL = "#22304a", "#7b8794", "#e4e8ee", "#dfe3e8"
 REWARD, HELD_OUT, LATE = "#e08a3c", "#1f4e8c", "#d1495b"
-STEP = [
-    "idle_s",
-    "prox_s",
-    "update_s",
-    "publish_wait_s",
-    "checkpoint_s",
-]  # parts of a step, in the order in which they happen
 COLOURS = {
     timeline.UPDATE: "#2f6fb3",
     timeline.PROX: "#8fb4de",
@@ -65,6 +58,46 @@ def draw(run: Run, path: pathlib.Path, *, title: str, headline: str) -> None:
     style = {"frameon": False, "fontsize": 9, "labelcolor": INK, "handlelength": 1.4, "columnspacing": 1.3}
     figure.legend(handles, labels, loc="lower center", ncols=max(len(labels), 1), **style)
     figure.savefig(path)
+
+
+def draw_supervised(run: Run, path: pathlib.Path, *, title: str, headline: str) -> None:
+    """The page of a run of supervised fine-tuning."""
+    figure = Figure(figsize=(13, 5.2), dpi=110, facecolor="white")
+    grid = figure.add_gridspec(1, 3, wspace=0.45, left=0.07, right=0.97, top=0.78, bottom=0.12)
+    figure.text(0.07, 0.94, title, fontsize=19, fontweight="bold", color=INK, va="center")
+    figure.text(0.07, 0.88, headline, fontsize=11.5, color=FAINT, va="center")
+    for place, panel, name in [
+        (grid[0, :2], _losses, "Loss, nats per response token"),
+        (grid[0, 2], _trained_speed, "Response tokens per second"),
+    ]:
+        axes = figure.add_subplot(place)
+        _style(axes, name)
+        panel(axes, run)
+    figure.savefig(path)
+
+
+def _losses(axes: Axes, run: Run) -> None:
+    if not run.steps:
+        return _nothing(axes, "no update yet")
+    version, loss = column(run.steps, "version"), column(run.steps, "loss")
+    axes.plot(version, loss, color=REWARD, alpha=0.35, linewidth=1)
+    axes.plot(version, smooth(loss, max(3, len(loss) // 20)), color=REWARD, linewidth=2.2, label="of the batches")
+    at, held_out = column(run.evaluations, "version"), column(run.evaluations, "loss")
+    axes.plot(at, held_out, color=HELD_OUT, linewidth=1.6, marker="o", markersize=6, label="held out", zorder=5)
+    axes.set_ylim(bottom=0)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    _label(axes, "update")
+    _legend(axes, loc="upper right")
+
+
+def _trained_speed(axes: Axes, run: Run) -> None:
+    if not run.steps:
+        return _nothing(axes, "no update yet")
+    speed = smooth(column(run.steps, "tokens/trained") / column(run.steps, "step_s"), 5)
+    axes.plot(column(run.steps, "version"), speed, color=COLOURS[timeline.UPDATE], linewidth=1.8)
+    axes.set_ylim(0, 1.25 * np.nanmax(speed, initial=1.0))
+    axes.xaxis.set_major_locator(MaxNLocator(4, integer=True))
+    _label(axes, "update")
 
 
 def _style(axes: Axes, title: str) -> None:

@@ -22,21 +22,30 @@ README = """This is the directory of one run of areal_jax. Everything here can b
 
 summary.png         the run as a picture: reward and held-out score, staleness, response length, who was idle when
 summary.json        the run in numbers; written again by `python -m areal_jax.launch.summary DIR`
+timeline.json       what every process did when, on one clock: open it in https://ui.perfetto.dev (the file stays on
+                    your machine) or chrome://tracing; across machines the tracks are as exact as their clocks agree
 config.json         the whole configuration, defaults and overrides resolved
 metrics.jsonl       the trainer, one line per training step; the README of the repository explains each name
 evaluations.jsonl   the held-out score, one line per evaluation: phase before | during | after, and the version asked
 rollout.jsonl       the rollout controller, about a line per second; started, finished, failed and right are totals,
-                    and reward_unanswered, by cause: completions that the verifier could not get through, so wrong
+                    and reward_unanswered, by cause: completions that the verifier could not get through, so wrong;
+                    gate_closed: each [begin, end] since the line before of waiting at the staleness gate
 skipped.jsonl       prompts to train on that were not asked, with the cause: too_long has tokens and their limit; again
                     after a start that goes on from an older checkpoint; held-out ones are in evaluations.jsonl
+skipped/            VERSION.npz: the first minibatch of the step from that version whose gradient was not finite, so
+                    that no update was made of it; arrays [rows, tokens] by microbatch ("0/tokens"); the newest three
+publishes.jsonl     each version that was published: total_s seconds until `time`, of these copy_s from the devices,
+                    write_s into the file, push_s until the servers had loaded it
 generation-N.jsonl  generation server N, about a line per second; interval_s, busy_s, tokens, requests, swaps,
-                    swap_stall_s and recomputed_tokens are those of the interval
+                    swap_stall_s and recomputed_tokens are those of the interval; waits: [begin, end] of waiting for
+                    requests; swapped: each swap with its end, its stall and the part that rebuilt the caches
 evaluations/        all completions of each evaluation, VERSION-PHASE.jsonl: one line per problem, with its samples
 completions.jsonl   a few held-out prompts with their completions before and after training
 starts.jsonl        one line per start of this run: a run that was stopped goes on with the same command; "logs" has the
                     bytes that each log held by then
 logs/ROLE.log       what each process printed
 checkpoints/        the newest states of the trainer and the queue; the same command continues from the last one
+profile/            traces of the steps of profile.steps by process: tensorboard --logdir DIR/profile, with xprof
 tensorboard/        the numbers of metrics.jsonl for TensorBoard: tensorboard --logdir DIR/tensorboard
 
 To watch the run from another terminal: python -m areal_jax.launch.display DIR
@@ -44,13 +53,13 @@ Times are seconds since 1970; a version is the number of training steps behind a
 """
 
 
-def open_run(directory: pathlib.Path, command: Sequence[str]) -> None:
+def open_run(directory: pathlib.Path, command: Sequence[str], *, readme: str = README) -> None:
     """Makes the directory, explains its files in a README.txt, and notes that the run starts (again) now.
 
     Logs are appended to. Their sizes are noted too, so that what an earlier start printed is not told again.
     """
     (directory / "logs").mkdir(parents=True, exist_ok=True)
-    (directory / "README.txt").write_text(README)
+    (directory / "README.txt").write_text(readme)
     sizes = {path.name: path.stat().st_size for path in sorted((directory / "logs").glob("*.log"))}
     with (directory / "starts.jsonl").open("a") as file:
         file.write(json.dumps({"time": time.time(), "command": list(command), "logs": sizes}) + "\n")
@@ -112,6 +121,7 @@ class Run:
         self.steps = self._tail("metrics.jsonl").items
         self.evaluations = self._tail("evaluations.jsonl").items
         self.rollout = self._tail("rollout.jsonl").items
+        self.publishes = self._tail("publishes.jsonl").items
         self.starts = self._tail("starts.jsonl").items
 
     def update(self) -> "Run":

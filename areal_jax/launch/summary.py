@@ -1,6 +1,6 @@
-"""What came out of a run: summary.json, summary.png, and a page for the terminal.
+"""What came out of a run: summary.json, summary.png, timeline.json, and a page for the terminal.
 
-In: the files of a run, finished, going on or killed. Out: the two files, beside the others. Called by: `main` when a
+In: the files of a run, finished, going on or killed. Out: the three files, beside the others. Called by: `main` when a
 run ends, and by hand, `python -m areal_jax.launch.summary DIR`. Waits for nobody.
 """
 
@@ -19,7 +19,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from areal_jax.launch import run_files
+from areal_jax.launch import perfetto, run_files
 from areal_jax.launch.run_files import Line, Run, column, setting, total
 
 Summary = dict[str, Any]
@@ -28,7 +28,7 @@ LAST_TURN = re.compile(r"^user\n(?!.*^user\n)(.*?)(?=^(?:assistant|model)$|\Z)",
 
 
 def write(directory: pathlib.Path | str) -> Summary:
-    """Writes summary.json and summary.png into a run's directory and returns the former."""
+    """Writes summary.json, summary.png and timeline.json into a run's directory and returns the first."""
     from areal_jax.launch import picture  # matplotlib takes a second to import
 
     run = Run(directory).update()
@@ -38,6 +38,7 @@ def write(directory: pathlib.Path | str) -> Summary:
     os.replace(temporary, run.directory / "summary.json")
     title = str(setting(run.config, "run.name", run.directory.name))
     picture.draw(run, run.directory / "summary.png", title=title, headline=headline(summary))
+    perfetto.write(run, run.directory / "timeline.json")
     return summary
 
 
@@ -203,7 +204,13 @@ def show(directory: pathlib.Path | str, summary: Summary, console: Console) -> N
     pairs = completion_pairs(run_files.read_lines(directory / "completions.jsonl"))
     for before, after in pairs[:3]:
         console.print(_pair(before, after))
-    for what, name in [("picture", "summary.png"), ("numbers", "summary.json"), ("what every file is", "README.txt")]:
+    files = {
+        "picture": "summary.png",
+        "numbers": "summary.json",
+        "timeline, for https://ui.perfetto.dev": "timeline.json",
+        "what every file is": "README.txt",
+    }
+    for what, name in files.items():
         console.print(f"[cyan]{what}[/]: {directory / name}", soft_wrap=True, highlight=False)
 
 
@@ -293,4 +300,9 @@ def _last(steps: list[Line], prefix: str, names: tuple[str, ...]) -> Summary:
 if __name__ == "__main__":
     if len(sys.argv) != 2 or not pathlib.Path(sys.argv[1]).is_dir():
         raise SystemExit("usage: python -m areal_jax.launch.summary DIR, where DIR is the directory of a run")
-    show(sys.argv[1], write(sys.argv[1]), Console())
+    if setting(Run(sys.argv[1]).config, "sft.data", ""):
+        from areal_jax.launch import supervised_page as page
+
+        page.show(pathlib.Path(sys.argv[1]), page.write(pathlib.Path(sys.argv[1])), Console())
+    else:
+        show(sys.argv[1], write(sys.argv[1]), Console())

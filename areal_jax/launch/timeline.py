@@ -18,7 +18,14 @@ DECODE, SWAP = "decoding", "weight swap"
 OPEN, CLOSED = "gate open", "gate closed"
 Segments = Mapping[str, list[tuple[float, float]]]
 # The parts of a training step in the order in which they happen.
-STEP = {"idle_s": IDLE, "prox_s": PROX, "update_s": UPDATE, "publish_wait_s": PUBLISH, "checkpoint_s": CHECKPOINT}
+STEP = {
+    "idle_s": IDLE,
+    "pack_s": REST,
+    "prox_s": PROX,
+    "update_s": UPDATE,
+    "publish_wait_s": PUBLISH,
+    "checkpoint_s": CHECKPOINT,
+}
 
 
 def shares(segments: Sequence[tuple[float, float]], edges: np.ndarray) -> np.ndarray:
@@ -29,16 +36,23 @@ def shares(segments: Sequence[tuple[float, float]], edges: np.ndarray) -> np.nda
     return np.minimum(covered / np.diff(edges), 1.0)
 
 
+def step_parts(line: Line) -> dict[str, tuple[float, float]]:
+    """(begin, end) of each of `STEP` by name, one after the other, up to the step's `time`, and of "rest_s" behind."""
+    parts: dict[str, tuple[float, float]] = {}
+    at = line["time"] - line["step_s"]
+    for name in STEP:
+        stop = min(at + line.get(name, 0.0), line["time"])
+        parts[name] = (at, stop)
+        at = stop
+    return {**parts, "rest_s": (at, line["time"])}
+
+
 def trainer_shares(steps: Sequence[Line], edges: np.ndarray) -> dict[str, np.ndarray]:
-    """What the trainer did. A step is laid out as its parts one after the other, up to its `time`."""
+    """What the trainer did."""
     segments: Segments = {kind: [] for kind in (UPDATE, PROX, REST, CHECKPOINT, PUBLISH, IDLE)}
     for line in steps:
-        at = line["time"] - line["step_s"]
-        for name, kind in STEP.items():
-            stop = min(at + line.get(name, 0.0), line["time"])
-            segments[kind].append((at, stop))
-            at = stop
-        segments[REST].append((at, line["time"]))
+        for name, part in step_parts(line).items():
+            segments[STEP.get(name, REST)].append(part)
     return {kind: shares(parts, edges) for kind, parts in segments.items()}
 
 

@@ -2,7 +2,7 @@
 
 In: the batch, its packed minibatches and what the updates returned (still on the devices). Out: one dict per step under
 the names of `areal_jax.metrics.METRICS`. Called by the loop; waits for the devices only when a line is asked for.
-Here, too, the run ends when its gradients stay not finite.
+Here, too, a minibatch without a finite gradient is saved (skipped.py), and the run ends when gradients stay so.
 
 Shapes: B trajectories, R packed rows, L tokens of a row.
 """
@@ -10,8 +10,9 @@ Shapes: B trajectories, R packed rows, L tokens of a row.
 import collections
 import contextlib
 import dataclasses
+import pathlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -21,11 +22,12 @@ from areal_jax import compilation
 from areal_jax.algorithms import packing
 from areal_jax.algorithms.staleness import staleness_figures
 from areal_jax.metrics import Seconds, Writer, percentiles, with_prefix
+from areal_jax.trainer.skipped import SkippedMinibatches
 from areal_jax.trainer.step import Minibatch, Outcome
+from areal_jax.trainer.utilisation import Work
 from areal_jax.types import TrainBatch, Trajectory
 
-SKIPPED_IN_A_ROW = 8  # updates without a finite gradient that end the run
-TIMES = ("idle_s", "prox_s", "update_s", "publish_wait_s", "checkpoint_s")
+TIMES = ("idle_s", "pack_s", "prox_s", "update_s", "publish_wait_s", "checkpoint_s")
 
 Line = dict[str, Any]
 
@@ -41,19 +43,32 @@ class Step:
     numbers: Line
 
 
+Figures = Callable[[Step, Sequence[Outcome]], Line]  # what a line says of a step and of its outcomes, on the host
+
+
 class Journal:
     """Times the parts of a step, and holds its line back until `flush`, so that no device is waited for in between."""
 
-    def __init__(self, writer: Writer, *, correct_reward: float, recomputed_prox: bool):
-        self._writer = writer
-        self._correct_reward, self._recomputed_prox = correct_reward, recomputed_prox
+    def __init__(
+        self,
+        writer: Writer,
+        skipped: SkippedMinibatches,
+        figures: Figures,
+        *,
+        most_skipped: int,
+    ):
+        """`most_skipped` updates in a row without a finite gradient end the run."""
+        self._writer, self._saved, self._figures = writer, skipped, figures
+        self._most_skipped = most_skipped
         self._seconds, self._ended = Seconds(), time.monotonic()
         self._pending: Step | None = None
         self._skipped = self._skipped_in_a_row = 0
 
-    def measure(self, name: str) -> contextlib.AbstractContextManager[None]:
-        """Adds the time inside to the step's `name`."""
-        return self._seconds.measure(name)
+    @contextlib.contextmanager
+    def measure(self, name: str) -> Iterator[None]:
+        """Adds the time inside to the step's `name`, under which a profile shows it too."""
+        with jax.profiler.TraceAnnotation(name), self._seconds.measure(name):
+            yield
 
     def add(
         self,
@@ -78,15 +93,9 @@ class Journal:
             return
         consuming, outcomes = step.version - 1, jax.device_get(step.outcomes)
         self._count_skipped(outcomes)
-        line = step.numbers | batch_figures(step.batch, consuming, self._correct_reward)
-        line |= (
-            packing_figures(step.batch, step.minibatches)
-            | update_figures(step.minibatches, outcomes)
-            | {"updates/skipped": self._skipped}
-        )
-        pairs = first_logprobs(step.minibatches, outcomes, recomputed_prox=self._recomputed_prox)
-        self._writer.write(line | logprob_gap(pairs, consuming))
-        self._check_skipped(consuming)
+        saved = self._save_skipped(step, outcomes)
+        self._writer.write(step.numbers | self._figures(step, outcomes) | {"updates/skipped": self._skipped})
+        self._check_skipped(consuming, saved)
 
     def close(self) -> None:
         self.flush()
@@ -98,14 +107,38 @@ class Journal:
             self._skipped += skipped
             self._skipped_in_a_row = self._skipped_in_a_row + 1 if skipped else 0
 
-    def _check_skipped(self, version: int) -> None:
-        if self._skipped_in_a_row >= SKIPPED_IN_A_ROW:
+    def _save_skipped(self, step: Step, outcomes: Sequence[Outcome]) -> pathlib.Path | None:
+        """The file of the step's first minibatch without a finite gradient; None when there is none."""
+        for place, outcome in enumerate(outcomes):
+            if outcome.facts["skipped"]:
+                return self._saved.save(step.version - 1, place, step.minibatches[place], outcome)
+        return None
+
+    def _check_skipped(self, version: int, saved: pathlib.Path | None) -> None:
+        if self._skipped_in_a_row >= self._most_skipped:
             raise FloatingPointError(
                 f"the gradient was not finite in {self._skipped_in_a_row} updates in a row, the last of them in the "
-                f"step from version {version}; all were skipped, so the weights are still those before. Lower "
-                "trainer.optimizer.lr, compute in float32 (trainer.dtype), and look at the rewards and at "
-                "behav_weight/max in metrics.jsonl"
+                f"step from version {version}; all were skipped, so the weights are still those before. Look at that "
+                f"step's first minibatch without a finite gradient, saved in {saved}, and in metrics.jsonl at the loss "
+                "or, of reinforcement learning, the rewards and behav_weight/max; lower trainer.optimizer.lr, compute "
+                f"in float32 (trainer.dtype), or allow more (trainer.skipped_in_a_row={self._most_skipped})"
             )
+
+
+def reinforcement_figures(
+    step: Step, outcomes: Sequence[Outcome], *, work: Work, correct_reward: float, recomputed_prox: bool
+) -> Line:
+    """What the line of a step of reinforcement learning says, beside times and counts."""
+    consuming = step.version - 1
+    pairs = first_logprobs(step.minibatches, outcomes, recomputed_prox=recomputed_prox)
+    return {
+        **batch_figures(step.batch, consuming, correct_reward),
+        **packing_figures(step.batch, step.minibatches),
+        **update_figures(step.minibatches, outcomes),
+        **logprob_gap(pairs, consuming),
+        **work.figures(step.minibatches, step.numbers, recomputed_prox=recomputed_prox),
+        **work.memory(),
+    }
 
 
 def batch_figures(batch: Sequence[Trajectory], version: int, correct_reward: float) -> Line:

@@ -24,7 +24,7 @@ from areal_jax.transport import areal_pb2 as pb
 from areal_jax.transport import areal_pb2_grpc as pb_grpc
 from areal_jax.transport import codec
 from areal_jax.types import UNPUBLISHED, Announcement, Chunk, Completion, GenerateRequest, Progress, Trajectory
-from areal_jax.weights import WeightFile, parse_weights
+from areal_jax.weights import WeightFile, aligned_memory, parse_weights
 
 log = logging.getLogger(__name__)
 
@@ -390,7 +390,7 @@ def fetch_weights(
         )
         try:
             head = next(pieces)
-            data = np.empty(head.size, np.uint8)
+            data = aligned_memory(head.size)
             end = 0
             for piece in pieces:
                 begin, end = end, end + len(piece.data)

@@ -174,10 +174,12 @@ def test_bucket_that_computes_the_fewest_tokens_is_chosen():
     assert packing.choose_rows([42] * 6, layout)[0] == 128  # 2 rows of 128 = 256; 6 rows of 64, filled up to 8 = 512
 
 
-def test_padding_is_under_five_percent_on_the_papers_lengths():
+@pytest.mark.parametrize("shards", [1, 8])
+def test_padding_is_under_five_percent_on_the_papers_lengths(shards):
+    """A minibatch of the paper's recipe (512 prompts x 16 answers / 4); rows that fill up the last microbatch count."""
     rng = np.random.default_rng(1)
     lengths = np.clip(np.exp(rng.normal(np.log(6000), 0.8, 2048)), 1000, 28672).astype(int)
-    layout = packing.make_layout((), max_length=28672, token_budget=32768)
+    layout = packing.make_layout((), max_length=28672, token_budget=32768 * shards, shards=shards)
     length, rows = packing.choose_rows(lengths, layout)
     microbatches = -(-len(rows) // layout.rows(length))
     assert 1 - lengths.sum() / (microbatches * layout.rows(length) * length) < 0.05

@@ -90,6 +90,8 @@ def test_a_slot_whose_last_token_was_under_way_ends_under_the_old_weights(hand):
     hand.commands()
     assert hand.chunks[0, 0][-1].finish_reason == "length"
     assert hand.scheduler.status()["recomputed_tokens"] == 7  # of the other one
+    waits, (swap,) = hand.scheduler.activity.take()
+    assert not waits and (swap.version, swap.recomputed_tokens) == (1, 7) and 0 < swap.recompute_s <= swap.stall_s
     hand.finish()
     hand.assert_exact()
     assert hand.versions(0) == [0, 0] and hand.versions(1) == [0, 0, 1, 1, 1, 1]

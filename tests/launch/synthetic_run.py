@@ -104,6 +104,7 @@ def write_run(
     finished = planned in (0, steps)
     after = [evaluation("after", steps, now + 4.5, 0.45 + 0.47 * (1 - np.exp(-steps / 45)))] if finished else []
     write_lines(directory / "metrics.jsonl", lines)
+    write_lines(directory / "publishes.jsonl", [publish(line["version"], line["time"]) for line in lines])
     write_lines(directory / "evaluations.jsonl", [before, *evaluations, *after])
     end = now + (5.0 if finished else 0.0)
     for index in range(generators):
@@ -128,8 +129,18 @@ def evaluation(phase: str, version: int, time: float, accuracy: float) -> dict:
     }  # fmt: skip
 
 
+def publish(version: int, begin: float) -> dict:
+    times = {"total_s": 0.3, "copy_s": 0.05, "write_s": 0.1, "push_s": 0.14}
+    return {"version": version, "time": begin + 0.3, **times}
+
+
+def swap(version: int, time: float) -> dict:
+    """A swap that ended at `time`."""
+    return {"version": version, "time": time, "stall_s": 0.06, "recompute_s": 0.05, "recomputed_tokens": 900}
+
+
 def generation(rng: np.random.Generator, begin: float, end: float, steps: list[dict]) -> list[dict]:
-    """A line per second from `begin` to `end`; a swap after each step."""
+    """A line per second from `begin` to `end`; a swap after each step, and waits where there is none about."""
     times, lines = np.arange(begin + 1, end, 1.0), []
     done = np.array([line["time"] for line in steps])
     for time in times:
@@ -137,11 +148,14 @@ def generation(rng: np.random.Generator, begin: float, end: float, steps: list[d
         swaps = version - int((done <= time - 1).sum())
         stall = 0.06 * swaps
         busy = 0.0 if time < BEGIN + 17 else float(np.clip(rng.normal(0.82, 0.12), 0, 1.0 - stall))
+        swapped = [swap(v, done[v - 1] + 0.2) for v in range(version - swaps + 1, version + 1)]
+        quiet = not ((time - 1.3 < done) & (done < time)).any()
         lines.append(
             {
                 "time": float(time), "interval_s": 1.0, "busy_s": busy, "tokens": int(busy * 3900), "requests": 12,
                 "active": 60, "waiting": 4, "version": version, "swaps": swaps, "swap_stall_s": stall,
                 "recomputed_tokens": 900 * swaps, "compilations": 30,
+                "swapped": swapped, "waits": [[float(time + busy - 1.0), float(time)]] if quiet else [],
             }
         )  # fmt: skip
     return lines
@@ -151,11 +165,13 @@ def rollout(rng: np.random.Generator, begin: float, end: float) -> list[dict]:
     lines, finished, gate = [], 0, 0.0
     for time in np.arange(begin, end, 1.0):
         finished += int(rng.integers(60, 110))
-        gate += float(rng.uniform(0, 0.3))
+        closed = float(rng.uniform(0, 0.3))
+        gate += closed
         lines.append(
             {
                 "time": float(time), "started": finished + 128, "finished": finished, "failed": {"timeout": 1},
                 "right": int(0.7 * finished), "in_flight": 128, "gate_closed_s": gate,
+                "gate_closed": [[float(time) - closed, float(time)]],
             }
         )  # fmt: skip
     return lines

@@ -126,6 +126,7 @@ def test_a_run_that_was_killed_early_still_has_a_summary_and_a_picture(tmp_path,
     assert found["version"] == steps and not found["finished"] and found["held_out"]["after"] is None
     assert json.loads((tmp_path / "summary.json").read_text()) == found
     assert (tmp_path / "summary.png").stat().st_size > 10_000
+    assert json.loads((tmp_path / "timeline.json").read_text())["traceEvents"]
 
 
 def test_the_picture_is_drawn_in_all_of_its_panels(tmp_path):
@@ -196,6 +197,7 @@ def test_opening_a_run_explains_its_files_and_counts_its_starts(tmp_path):
     run_files.open_run(tmp_path / "new" / "run", ["python", "-m", "areal_jax.main"])
     directory = tmp_path / "new" / "run"
     assert len(run_files.read_lines(directory / "starts.jsonl")) == 2
-    files = "summary.png metrics.jsonl evaluations.jsonl rollout.jsonl completions.jsonl evaluations/ logs/"
+    files = "summary.png metrics.jsonl evaluations.jsonl rollout.jsonl completions.jsonl evaluations/ logs/ skipped/"
+    files += " timeline.json publishes.jsonl profile/"
     for name in files.split():
         assert name in (directory / "README.txt").read_text()

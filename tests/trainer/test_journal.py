@@ -1,4 +1,5 @@
 import dataclasses
+import functools
 
 import numpy as np
 import pytest
@@ -6,10 +7,25 @@ import pytest
 from areal_jax.algorithms.packing import Layout, pack
 from areal_jax.metrics import METRICS
 from areal_jax.trainer import journal
+from areal_jax.trainer.skipped import SkippedMinibatches
 from areal_jax.trainer.step import Minibatch, Outcome
+from areal_jax.trainer.utilisation import Work
 from areal_jax.types import Trajectory
+from tests.trainer.conftest import MODEL
 
 CONSUMING = 4
+
+
+class Device:
+    """One whose peak is known and whose memory is told, so that no metric is absent."""
+
+    device_kind, process_index = "NVIDIA H200", 0
+
+    def memory_stats(self):
+        return {"bytes_in_use": 1, "peak_bytes_in_use": 2}
+
+
+WORK = Work(MODEL, "bfloat16", [Device()])
 
 
 def trajectory(uid, sample, reward, versions, *, truncated=False):
@@ -118,6 +134,11 @@ def test_gap_uses_only_logprobs_of_the_first_weights():
     assert journal.first_logprobs(naive, outcomes, recomputed_prox=False) == [(first[0], "first")]
 
 
+def open_journal(lines, directory, *, most_skipped=8):
+    figures = functools.partial(journal.reinforcement_figures, work=WORK, correct_reward=5.0, recomputed_prox=False)
+    return journal.Journal(lines, SkippedMinibatches(directory / "skipped"), figures, most_skipped=most_skipped)
+
+
 def add(book, version, *outcomes):
     batches = packed(BATCH)
     logprobs = [batch.behav_logprobs for batch in batches]
@@ -127,27 +148,48 @@ def add(book, version, *outcomes):
     )
 
 
-def test_line_is_written_one_step_late_and_complete():
+def test_line_is_written_one_step_late_and_complete(tmp_path):
     lines = Lines()
-    book = journal.Journal(lines, correct_reward=5.0, recomputed_prox=False)
-    with book.measure("idle_s"):
-        pass
+    book = open_journal(lines, tmp_path)
+    for name in ("idle_s", "update_s"):
+        with book.measure(name):
+            pass
     add(book, CONSUMING + 1, outcome(sums(9)))
     assert lines == []
     add(book, CONSUMING + 2, outcome(sums(9)))
     assert [line["version"] for line in lines] == [CONSUMING + 1]
     book.close()
     assert [line["version"] for line in lines] == [CONSUMING + 1, CONSUMING + 2] and lines.closed
-    assert set(METRICS) - set(lines[0]) == set() and lines[0]["idle_s"] > 0 == lines[1]["idle_s"]
+    assert set(METRICS) - set(lines[0]) == {"held_out/loss"}  # of supervised fine-tuning
+    assert lines[0]["idle_s"] > 0 == lines[1]["idle_s"]
 
 
-def test_eight_updates_in_a_row_without_a_finite_gradient_end_the_run():
+def test_eight_updates_in_a_row_without_a_finite_gradient_end_the_run(tmp_path):
     lines = Lines()
-    book = journal.Journal(lines, correct_reward=5.0, recomputed_prox=False)
+    book = open_journal(lines, tmp_path)
     bad, good = outcome(sums(9), skipped=True), outcome(sums(9))
     add(book, 5, *[bad] * 7)
     add(book, 6, good, *[bad] * 4)
     add(book, 7, *[bad] * 4)
-    with pytest.raises(FloatingPointError, match=r"not finite in 8 updates in a row, .* from version 6"):
+    with pytest.raises(FloatingPointError, match=r"not finite in 8 updates in a row, .* from version 6.*skipped/6.npz"):
         book.flush()
     assert [line["updates/skipped"] for line in lines] == [7, 11, 15]
+    # The step from version 5 began with a good update: its second minibatch is the one that is saved.
+    places = {path.stem: int(np.load(path)["minibatch"]) for path in (tmp_path / "skipped").iterdir()}
+    assert places == {"4": 0, "5": 1, "6": 0}
+
+
+def test_how_many_updates_may_be_skipped_is_the_configs(tmp_path):
+    book = open_journal(Lines(), tmp_path, most_skipped=2)
+    add(book, 5, outcome(sums(9), skipped=True))
+    book.flush()
+    add(book, 6, outcome(sums(9), skipped=True))
+    with pytest.raises(FloatingPointError, match=r"in 2 updates in a row.*trainer.skipped_in_a_row=2"):
+        book.close()
+
+
+def test_a_step_whose_updates_are_all_made_leaves_no_file(tmp_path):
+    book = open_journal(Lines(), tmp_path)
+    add(book, 5, outcome(sums(9)))
+    book.close()
+    assert not (tmp_path / "skipped").exists()
