@@ -14,8 +14,15 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(CACHE))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
-if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
-    os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+FLAGS = {
+    "xla_force_host_platform_device_count": 8,
+    # Eight devices on two cores wait for one another longer than the 40 s after which XLA would abort the process.
+    "xla_cpu_collective_call_terminate_timeout_seconds": 300,
+    "xla_cpu_collective_timeout_seconds": 300,
+}
+for flag, value in FLAGS.items():
+    if flag not in os.environ.get("XLA_FLAGS", ""):
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --{flag}={value}"
 
 
 @pytest.fixture(scope="module")
