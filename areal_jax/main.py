@@ -77,12 +77,9 @@ def dry_run(config: Config, *, devices: int) -> int:
 
     with command_line.plain_errors():
         report = plan.report(config, devices=devices)
-        local = not any(data.startswith(config_lib.HUB) for data in (config.data.train, config.eval.data))
-        if local and find_model(config.model.path) is not None:
+        if _is_here(config, config.data.train, config.eval.data):
             report += "\n" + preview.report(config)
-    print(config_lib.to_json(config), end="", flush=True)
-    print(report, file=sys.stderr)
-    return 0
+    return _show_plan(config, report)
 
 
 def dry_fine_tune(config: Config, *, devices: int) -> int:
@@ -91,12 +88,9 @@ def dry_fine_tune(config: Config, *, devices: int) -> int:
 
     with command_line.plain_errors():
         report = plan.supervised_report(config, devices=devices)
-        local = not any(data.startswith(config_lib.HUB) for data in (config.sft.data, config.sft.eval_data))
-        if local and find_model(config.model.path) is not None:
+        if _is_here(config, config.sft.data, config.sft.eval_data):
             report += "\n" + supervised.preview(config)
-    print(config_lib.to_json(config), end="", flush=True)
-    print(report, file=sys.stderr)
-    return 0
+    return _show_plan(config, report)
 
 
 def dry_serve(config: Config) -> int:
@@ -105,6 +99,15 @@ def dry_serve(config: Config) -> int:
 
     with command_line.plain_errors():
         report = plan.serving_report(config)
+    return _show_plan(config, report)
+
+
+def _is_here(config: Config, *data: str) -> bool:
+    """Whether the model and these data sets can be read without a download."""
+    return not any(each.startswith(config_lib.HUB) for each in data) and find_model(config.model.path) is not None
+
+
+def _show_plan(config: Config, report: str) -> int:
     print(config_lib.to_json(config), end="", flush=True)
     print(report, file=sys.stderr)
     return 0

@@ -17,7 +17,6 @@ process; figures are medians. A part that ran before into the same DIR is kept, 
 Lengths are log-normal (sigma 1, p99/p50 of at least 8) and forced: no EOS, `max_new_tokens` of each request.
 """
 
-import json
 import pathlib
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -25,7 +24,6 @@ from typing import Any
 import matplotlib as mpl
 from absl import app, flags
 
-from areal_jax import compilation
 from experiments import bench_bound, bench_swap, runs
 from experiments.bench_workload import (
     Bench,
@@ -52,10 +50,7 @@ def main(argv: Sequence[str]) -> None:
     del argv
     if unknown := set(_PARTS.value) - set(PARTS):
         raise ValueError(f"--parts has {', '.join(sorted(unknown))}; it may have {', '.join(PARTS)}")
-    compilation.enable_cache()
-    out = pathlib.Path(_OUT.value).absolute()
-    out.mkdir(parents=True, exist_ok=True)
-    results = read(out)
+    out, results = runs.begin(_OUT.value)
     for name in MODELS if _MODEL.value == "both" else (_MODEL.value,):
         bench = make_bench(name, _DTYPE.value)
         found = results.setdefault(name, {})
@@ -67,13 +62,6 @@ def main(argv: Sequence[str]) -> None:
             runs.write(out, results)
     plot(out / "curves.png", results)
     print(table(results))
-
-
-def read(out: pathlib.Path) -> dict[str, Any]:
-    """What was measured into this directory before."""
-    path = out / "results.json"
-    found = json.loads(path.read_text()) if path.exists() else {}
-    return {name: found[name] for name in MODELS if name in found}
 
 
 # The parts: each gives entries of results.json.

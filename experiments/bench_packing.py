@@ -35,7 +35,6 @@ import matplotlib as mpl
 import numpy as np
 from absl import app, flags
 
-from areal_jax import compilation
 from areal_jax.algorithms.packing import Layout, choose_rows, make_layout, split_minibatches
 from areal_jax.models.flops import matrix_weights
 from areal_jax.models.huggingface import load_config
@@ -74,10 +73,7 @@ Plan = Callable[[np.ndarray], Planned]  # tokens of each sequence [B], in the or
 
 def main(argv: Sequence[str]) -> None:
     del argv
-    compilation.enable_cache()
-    out = pathlib.Path(_OUT.value).absolute()
-    out.mkdir(parents=True, exist_ok=True)
-    results = runs.read(out)
+    out, results = runs.begin(_OUT.value)
     for part in _PARTS.value:
         results.update(MEASURES[part](_SECONDS.value))
         runs.write(out, results)

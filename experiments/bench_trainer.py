@@ -32,7 +32,6 @@ import matplotlib as mpl
 import numpy as np
 from absl import app, flags
 
-from areal_jax import compilation
 from areal_jax.models.huggingface import load_config
 from areal_jax.models.transformer import TransformerConfig, param_count
 from areal_jax.types import Trajectory
@@ -93,10 +92,7 @@ def sized(d_model: int, layers: int) -> TransformerConfig:
 
 def main(argv: Sequence[str]) -> None:
     del argv
-    compilation.enable_cache()
-    out = pathlib.Path(_OUT.value).absolute()
-    out.mkdir(parents=True, exist_ok=True)
-    results = runs.read(out)
+    out, results = runs.begin(_OUT.value)
     for name in MODELS if _MODEL.value == "both" else (_MODEL.value,):
         bench, found = make_bench(name), results.setdefault(name, {})
         found["parameters"] = param_count(bench.model)

@@ -37,7 +37,7 @@ import matplotlib as mpl
 import numpy as np
 from absl import app, flags
 
-from areal_jax import compilation, weights
+from areal_jax import weights
 from areal_jax.generation.engine import Engine, EngineOptions
 from areal_jax.generation.scheduler import Scheduler
 from areal_jax.models.huggingface import load_config
@@ -62,10 +62,7 @@ NOTHING_YET = weights.WeightFile("", 0, 0, 0)
 
 def main(argv: Sequence[str]) -> None:
     del argv
-    compilation.enable_cache()
-    out = pathlib.Path(_OUT.value).absolute()
-    out.mkdir(parents=True, exist_ok=True)
-    results = runs.read(out)
+    out, results = runs.begin(_OUT.value)
     for name in MODELS if _MODEL.value == "both" else (_MODEL.value,):
         model = SMOLLM2_135M if name == "smollm2" else load_config(DEFAULT_MODEL)
         with both_sides(model) as sides:

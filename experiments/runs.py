@@ -13,6 +13,8 @@ from typing import Any
 import jax
 from absl import flags
 
+from areal_jax import compilation
+
 # Of every experiment. The tests import several commands into one process, each with its own --out.
 OUT = flags.DEFINE_string("out", None, "Directory for the results.", required=True, allow_override=True)
 CONFIG = str(pathlib.Path(__file__).parents[1] / "configs" / "math.py")
@@ -68,6 +70,14 @@ def read(out: pathlib.Path) -> Line:
     path = out / "results.json"
     found = json.loads(path.read_text()) if path.exists() else {}
     return {name: value for name, value in found.items() if name != "machine"}
+
+
+def begin(out: str) -> tuple[pathlib.Path, Line]:
+    """The directory of an experiment that runs in pieces, and what was measured into it before."""
+    compilation.enable_cache()
+    path = pathlib.Path(out).absolute()
+    path.mkdir(parents=True, exist_ok=True)
+    return path, read(path)
 
 
 def write(out: pathlib.Path, results: Line) -> None:

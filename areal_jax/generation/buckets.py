@@ -20,7 +20,7 @@ def default_buckets(max_length: int) -> tuple[int, ...]:
     return (*powers, max_length)
 
 
-def default_widths(slots: int, platform: str) -> tuple[int, ...]:
+def default_slot_buckets(slots: int, platform: str) -> tuple[int, ...]:
     """All slots, and on a CPU a quarter of them as well, for the time in which only the longest answers still run.
 
     There a step of 8 slots takes half the time of one of 32, with the same bits: XLA multiplies fewer than 8 rows in

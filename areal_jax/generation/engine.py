@@ -29,7 +29,7 @@ from third_party.jetstream import compat  # noqa: F401  isort: skip  (mends JetS
 from jetstream.engine import engine_api, tokenizer_pb2
 
 from areal_jax.generation import placement, sampling
-from areal_jax.generation.buckets import PrefillShapes, default_buckets, default_widths
+from areal_jax.generation.buckets import PrefillShapes, default_buckets, default_slot_buckets
 from areal_jax.generation.jetstream_tokenizer import JetStreamTokenizer
 from areal_jax.models import attention_kernels, decode, kv_cache
 from areal_jax.models.kv_cache import CacheLayout, KVCache
@@ -147,10 +147,12 @@ class Engine(engine_api.Engine):
                 f"(data.max_prompt_tokens + the most new tokens); add a bucket of at least {options.max_length}"
             )
         devices = tuple(devices) or tuple(jax.devices())
-        self.widths = tuple(sorted(options.slot_buckets)) or default_widths(options.slots, devices[0].platform)
-        if self.widths[-1] != options.slots or self.widths[0] < 1:
+        self.slot_buckets = tuple(sorted(options.slot_buckets)) or default_slot_buckets(
+            options.slots, devices[0].platform
+        )
+        if self.slot_buckets[-1] != options.slots or self.slot_buckets[0] < 1:
             raise ValueError(
-                f"generation.slot_buckets={self.widths} must be numbers of slots, the largest of them all "
+                f"generation.slot_buckets={self.slot_buckets} must be numbers of slots, the largest of them all "
                 f"{options.slots} of generation.slots; add {options.slots}"
             )
         self.shapes = PrefillShapes(self.buckets, min(options.prefill_rows, options.slots), options.prefill_tokens)
@@ -232,8 +234,8 @@ class Engine(engine_api.Engine):
         All active slots are among `running` (None: any may be), of which the narrowest compiled step takes as many.
         """
         slots = range(self.options.slots) if running is None else running
-        width = next(width for width in self.widths if width >= len(slots))
-        slots_P = np.full(width, self.options.slots, np.int32)  # beyond the last slot: none
+        bucket = next(bucket for bucket in self.slot_buckets if bucket >= len(slots))
+        slots_P = np.full(bucket, self.options.slots, np.int32)  # beyond the last slot: none
         slots_P[: len(slots)] = list(slots)
         attended, steps = self.bucket(longest), self.options.decode_steps
         return self._decode(weights.params, state, slots_P, attended=attended, steps=steps)
@@ -253,8 +255,8 @@ class Engine(engine_api.Engine):
             for rows in {1, self.shapes.most(bucket)}:
                 state = self.admit(weights, state, [np.zeros(bucket, np.int32)] * rows, nothing)
                 state = self.recompute(weights, state, range(rows), [bucket] * rows)
-            for width in self.widths:
-                state, _ = self.decode(weights, state, bucket, range(width))
+            for slots in self.slot_buckets:
+                state, _ = self.decode(weights, state, bucket, range(slots))
         jax.block_until_ready(self.deactivate(state, []))
         report(len(self.buckets), len(self.buckets))
 

@@ -27,7 +27,7 @@ from areal_jax import config as config_lib
 from areal_jax.config import Config, is_hub_id
 from areal_jax.hub import model_directory
 from areal_jax.launch import run_files
-from areal_jax.metrics import JsonlWriter
+from areal_jax.metrics import JsonlWriter, StepLog
 from areal_jax.types import UNPUBLISHED, PromptSource
 
 if TYPE_CHECKING:  # the controller starts without jax
@@ -173,19 +173,11 @@ def train(
 
     `on_ready` is called when everything is compiled, before the first step.
     """
-    from areal_jax.metrics import StepLog
     from areal_jax.weights import Publisher
 
     def open_log(version: int) -> StepLog:
         on_ready()
-        return StepLog(
-            config.run_dir,
-            version=version,
-            tensorboard=config.metrics.tensorboard,
-            wandb=config.metrics.wandb,
-            name=config.run.name,
-            config=dataclasses.asdict(config),
-        )
+        return step_log(config, version)
 
     record = JsonlWriter(config.run_dir / "publishes.jsonl").write
     _loop(config, queue, Publisher(send, queue.announce, failed=stop.set, record=record), open_log, stop)
@@ -221,6 +213,18 @@ def model_config(config: Config) -> "TransformerConfig":
         f"{config.rollout.max_new_tokens}, or eval.max_new_tokens"
     )
     return _shape_for(config, config.cache_length, made_of)  # no sequence of the trainer is longer
+
+
+def step_log(config: Config, version: int) -> StepLog:
+    """The step log of a run that stands at a version."""
+    return StepLog(
+        config.run_dir,
+        version=version,
+        tensorboard=config.metrics.tensorboard,
+        wandb=config.metrics.wandb,
+        name=config.run.name,
+        config=dataclasses.asdict(config),
+    )
 
 
 def supervised_model_config(config: Config) -> "TransformerConfig":

@@ -4,7 +4,6 @@ In: a checked config with `sft.data`. Out: the run's directory, and the exit sta
 devices; Ctrl-C and SIGTERM end it after the update under way, with a checkpoint from which the same command goes on.
 """
 
-import dataclasses
 import functools
 import json
 import threading
@@ -18,7 +17,7 @@ from areal_jax import config as config_lib
 from areal_jax.config import Config
 from areal_jax.hub import model_directory
 from areal_jax.launch import processes, roles, run_files, summary, supervised_page, threads
-from areal_jax.metrics import JsonlWriter, StepLog, Writer
+from areal_jax.metrics import JsonlWriter, Writer
 from areal_jax.models.safetensors_files import read_params
 from areal_jax.models.transformer import TransformerConfig
 from areal_jax.rollout.examples import Loaded, load_examples
@@ -107,14 +106,7 @@ def _train(
     def open_log(version: int) -> Writer:
         write_facts(config, data, course)
         evaluations.truncate_after(version if version else -1)
-        steps = StepLog(
-            config.run_dir,
-            version=version,
-            tensorboard=config.metrics.tensorboard,
-            wandb=config.metrics.wandb,
-            name=config.run.name,
-            config=dataclasses.asdict(config),
-        )
+        steps = roles.step_log(config, version)
         progress.begin()
         return _Told(steps, progress)
 

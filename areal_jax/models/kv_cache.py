@@ -5,7 +5,7 @@ decode steps and by the engine's programs; attention reads it.
 
 A layer's cache is one piece, or several that follow each other and end where the engine's length buckets end. Attention
 over a bucket then takes whole arrays. A slice would do as well, but XLA copies one before a product on the CPU, which
-took three times as long as the product itself.
+took longer than the product itself.
 
 Shapes: S slots, C cached tokens, B rows, L tokens of a row, K key/value heads, H head size.
 """
@@ -113,7 +113,7 @@ class CacheLayout:
         return put(piece[0], self.keys, key_SKH), put(piece[1], self.values, value_SKH)
 
 
-# Neither product of plain attention has to turn an operand round: 1.6 to 3.8 times as fast on a CPU as tokens first.
+# Neither product of plain attention has to turn an operand round, which is a copy on a CPU.
 IN_PIECES = CacheLayout("skhc", "skch", in_pieces=True)
 HEADS_FIRST = CacheLayout("skch", "skch")  # as Pallas' `gqa` reads it
 TOKENS_FIRST = CacheLayout("sckh", "sckh")

@@ -15,7 +15,6 @@ token that ends a text. A column inside of a column is named with a dot.
 """
 
 import dataclasses
-import inspect
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -25,7 +24,7 @@ import numpy as np
 from areal_jax.config import DATA_FILES, HUB, SftConfig, resolve
 from areal_jax.rollout.data_sets import Placed, Row, read_rows
 from areal_jax.rollout.layouts import as_problem, look_up
-from areal_jax.rollout.prompts import ASKING, Asking
+from areal_jax.rollout.prompts import ASKING, Asking, make
 from areal_jax.tokenizer import Message, Tokenizer, conversation
 from areal_jax.types import Example
 
@@ -81,15 +80,7 @@ def _asking(tokenizer: Tokenizer, options: Mapping[str, Any], options_key: str) 
 def _made_rows(
     spec: str, key: str, options_key: str, options: Mapping[str, Any], given: Mapping[str, Any]
 ) -> Iterator[Placed]:
-    factory, arguments = resolve(spec, key), {**given, **options}
-    try:
-        inspect.signature(factory).bind(**arguments)
-    except TypeError as error:
-        raise ValueError(
-            f"{options_key}={dict(options)} do not fit {key}={spec!r}, which takes {inspect.signature(factory)}: "
-            f"{error}"
-        ) from error
-    rows: Iterable[Row] = factory(**arguments)
+    rows: Iterable[Row] = make(resolve(spec, key), given, options, named=f"{key}={spec!r}", options_key=options_key)
     return ((f"row {number}", row) for number, row in enumerate(rows, start=1))
 
 

@@ -11,7 +11,7 @@ import difflib
 import functools
 import inspect
 import logging
-from collections.abc import Mapping, Sequence, Sized
+from collections.abc import Callable, Mapping, Sequence, Sized
 from typing import Any
 
 import numpy as np
@@ -52,13 +52,20 @@ def load_source(spec: str, *, split: str, seed: int, tokenizer: Tokenizer, optio
     key, options_key = SETTINGS[split]
     is_data = spec.startswith(HUB) or spec.endswith(DATA_FILES)
     factory = functools.partial(Problems, spec) if is_data else resolve(spec, key)
-    arguments = {"split": split, "seed": seed, "tokenizer": tokenizer, **options}
+    given = {"split": split, "seed": seed, "tokenizer": tokenizer}
+    return make(factory, given, options, named=f"{key}={spec!r}", options_key=options_key)
+
+
+def make(
+    factory: Callable[..., Any], given: Mapping[str, Any], options: Mapping[str, Any], *, named: str, options_key: str
+) -> Any:
+    """What a factory makes of our arguments and the user's options. Raises ValueError when it takes no such ones."""
+    arguments = {**given, **options}
     try:
         inspect.signature(factory).bind(**arguments)
     except TypeError as error:
         raise ValueError(
-            f"{options_key}={dict(options)} do not fit {key}={spec!r}, which takes {inspect.signature(factory)}: "
-            f"{error}"
+            f"{options_key}={dict(options)} do not fit {named}, which takes {inspect.signature(factory)}: {error}"
         ) from error
     return factory(**arguments)
 

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from areal_jax import compilation
-from areal_jax.generation.buckets import default_widths
+from areal_jax.generation.buckets import default_slot_buckets
 from areal_jax.generation.engine import Engine, EngineOptions, empty_requests
 from areal_jax.models.transformer import init_params
 from tests.generation.by_hand import CONFIG, ByHand, prompt_of
@@ -48,22 +48,22 @@ def test_the_narrow_step_gives_the_tokens_of_the_wide_one_and_changes_no_other_s
 
 def test_the_longest_answers_go_on_in_the_narrow_step_and_nothing_compiles(monkeypatch, engine):
     engine.warm_up(engine.load(init_params(CONFIG, jax.random.key(0)), 0))
-    warm, widths, decode = compilation.count(), [], engine._decode
-    watched = lambda *a, **k: widths.append(len(a[2])) or decode(*a, **k)  # noqa: E731
+    warm, slots, decode = compilation.count(), [], engine._decode
+    watched = lambda *a, **k: slots.append(len(a[2])) or decode(*a, **k)  # noqa: E731
     monkeypatch.setattr(engine, "_decode", watched)
     hand = ByHand(engine)
     for uid, tokens in enumerate((4, 40, 4, 4, 6, 40, 4, 4)):
         hand.ask(uid, 9 + uid, tokens)
     hand.finish()
-    assert set(widths[:2]) == {8} and set(widths[4:]) == {2}
+    assert set(slots[:2]) == {8} and set(slots[4:]) == {2}
     assert compilation.count() == warm
     hand.assert_exact()
 
 
-def test_widths_by_default():
-    assert default_widths(32, "cpu") == (8, 32)
-    assert default_widths(16, "cpu") == (16,)
-    assert default_widths(64, "gpu") == (64,)
+def test_slot_buckets_by_default():
+    assert default_slot_buckets(32, "cpu") == (8, 32)
+    assert default_slot_buckets(16, "cpu") == (16,)
+    assert default_slot_buckets(64, "gpu") == (64,)
 
 
 def test_slot_buckets_must_end_with_all_slots():
