@@ -10,15 +10,13 @@ decides is estimated, and the report says so:
     activations    tokens of a microbatch * layers * b * (4 D + 3 (N + 2 K) H + 5 F)
     with remat     the same of one layer, and of each other one tokens * b * D (layers), or
                    tokens * b * (2 D + (N + 2 K) H + 2 F) (dots)
-    scores         tokens of a microbatch * layers * N * row length * (4 + b); with remat of one layer
-    of long rows   rows * N * Q * row length * (12 + 2 b), of one layer at a time: see attention.LONGEST_WHOLE
-    prefill        rows * (keys and values of L tokens + N * min(L, Q) * L * (4 + b)), for the bucket L that needs
-                   most; rows are prefill_tokens // L, at least 1 and at most prefill_rows
+    prefill        rows * L * (keys and values + b * (2 D + 2 (N + K) H + 2 F)), for the bucket L that needs most; rows
+                   are prefill_tokens // L, at least 1 and at most prefill_rows
 
-with b bytes of the forward pass's dtype, D model, N query heads, K key/value heads, H head size, F feed-forward, and Q
-queries of a block (a row that is not long is one block). Scores are those of the plain form of attention: the kernels
-of an accelerator keep none. The factors were fitted to XLA's own `memory_analysis` on the CPU, float32;
-tests/launch/test_plan.py holds them to a factor of 1.5 there. A server's numbers are those of each of its devices.
+with b bytes of the forward pass's dtype, D model, N query heads, K key/value heads, H head size, F feed-forward. No
+form of attention keeps its scores. The factors were fitted to XLA's own `memory_analysis` on the CPU, float32;
+tests/launch/test_plan.py holds them to a factor of 1.5 there. A server's numbers are those of each of its devices; on a
+CPU a bfloat16 cache takes twice as much (`placement.cache_dtype`).
 
 Gradients and moments are those of the parameters that train; adapters (`model.lora`) are weights beside the model's,
 and the kernels that they change are computed with as copies, merged.
@@ -44,7 +42,7 @@ from areal_jax.config import Config
 from areal_jax.generation import placement
 from areal_jax.generation.buckets import PrefillShapes, default_buckets
 from areal_jax.launch import roles
-from areal_jax.models import attention, decode, sharding, transformer
+from areal_jax.models import decode, sharding, transformer
 from areal_jax.models.huggingface import load_config
 from areal_jax.models.transformer import TransformerConfig
 from areal_jax.trainer import lora, state
@@ -60,7 +58,6 @@ ESTIMATED = (
     "gradients of a microbatch",
     "weights as computed with",
     "activations",
-    "attention scores",
     "logits of a chunk",
     "prefill",
     "logits",
@@ -167,7 +164,6 @@ def trainer_bytes(config: Config, model: TransformerConfig, mesh: AbstractMesh) 
         token_budget=config.trainer.token_budget,
         shards=mesh.shape["data"] * mesh.shape["fsdp"],
     )
-    activations, scores = _activations(config, model, mesh, layout)
     computed = _itemsize(config.trainer.dtype)
     logits = LOGIT_ARRAYS * FLOAT32 * min(config.trainer.logprob_chunk, config.trainer.token_budget) * model.vocab_rows
     return {
@@ -178,8 +174,7 @@ def trainer_bytes(config: Config, model: TransformerConfig, mesh: AbstractMesh) 
         "copy to publish": _itemsize(config.generation.dtype) * numbers(shapes),
         "gradients of a microbatch": FLOAT32 * trained,
         "weights as computed with": computed * numbers(trainable.adapted if computed == FLOAT32 else shapes),
-        "activations": activations,
-        "attention scores": scores,
+        "activations": _activations(config, model, mesh, layout),
         "logits of a chunk": logits // mesh.shape["tensor"],
     }
 
@@ -200,8 +195,9 @@ def generator_bytes(config: Config, model: TransformerConfig) -> dict[str, int]:
     shapes = PrefillShapes(buckets, min(settings.prefill_rows, settings.slots), settings.prefill_tokens)
 
     def prefill(length: int) -> int:
-        scores = model.heads // settings.tensor * attention.score_queries(length) * length * (FLOAT32 + itemsize)
-        return shapes.most(shapes.bucket(length)) * (cache(1, length=length) + scores)
+        split = (model.heads + model.kv_heads) * model.head_size + model.d_ff
+        width = 2 * model.d_model + 2 * split // settings.tensor
+        return shapes.most(shapes.bucket(length)) * (cache(1, length=length) + length * itemsize * width)
 
     return {
         "weights": weights,
@@ -241,20 +237,11 @@ def _mesh_sizes(config: Config) -> tuple[int, int, int]:
     return mesh.data, mesh.fsdp, mesh.tensor
 
 
-def _activations(config: Config, model: TransformerConfig, mesh: AbstractMesh, layout: Layout) -> tuple[int, int]:
-    """(activations, attention scores) of the microbatch shape that needs most, on one device."""
-    itemsize, tensor = _itemsize(config.trainer.dtype), mesh.shape["tensor"]
-    width = _numbers_per_token(config.trainer.remat, model, tensor)
-    layers = model.layers if config.trainer.remat == "none" else 1  # whose scores exist at once
-
-    def of(rows: int, length: int) -> tuple[int, int]:
-        own, queries = rows // layout.shards, attention.score_queries(length)
-        scores = own * length * layers * length * model.heads // tensor * (FLOAT32 + itemsize)
-        if queries < length:
-            scores = own * model.heads // tensor * queries * length * (3 * FLOAT32 + 2 * itemsize)
-        return round(own * length * itemsize * width), scores
-
-    return max((of(*shape) for shape in layout.shapes), key=sum)
+def _activations(config: Config, model: TransformerConfig, mesh: AbstractMesh, layout: Layout) -> int:
+    """Bytes that a microbatch of the largest shape needs on one device."""
+    width = _numbers_per_token(config.trainer.remat, model, mesh.shape["tensor"])
+    tokens = max(rows // layout.shards * length for rows, length in layout.shapes)
+    return round(tokens * _itemsize(config.trainer.dtype) * width)
 
 
 def _numbers_per_token(remat: str, model: TransformerConfig, tensor: int) -> float:

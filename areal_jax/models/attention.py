@@ -4,10 +4,7 @@ The plain forms here run everywhere and are what every kernel is tested against.
 backend (attention_kernels.py); a shape that a kernel does not take is computed by the plain form, by the kernel's own
 rule, which is logged once. Called by the layers of the transformer; waits for nobody.
 
-A row of more than `LONGEST_WHOLE` tokens is computed `QUERY_BLOCK` queries at a time, forward and backward, so that
-memory grows with the row and not with its square.
-
-Shapes: B rows, L tokens, Q queries of a block, S slots, C cached tokens, N query heads, K key/value heads, G = N / K
+Shapes: B rows, L tokens, S slots, C cached tokens, N query heads, K key/value heads, G = N / K
 queries per key, H head size. Scores and softmax are float32 whatever the inputs are.
 """
 
@@ -23,15 +20,14 @@ import numpy as np
 from jax import Array
 from jax.sharding import Mesh, PartitionSpec
 
+from areal_jax.models import tiled_attention
 from areal_jax.models.kv_cache import IN_PIECES, CacheLayout, LayerCache
 from areal_jax.models.sharding import ROWS
 
 log = logging.getLogger(__name__)
 
-LONGEST_WHOLE = 2048  # tokens of a row whose scores may all exist at once
-QUERY_BLOCK = 512  # queries at a time in a longer row
-
 ROW_HEADS = PartitionSpec(*ROWS, None, "tensor", None)  # [B, L, N, H]: rows over data and fsdp, heads over tensor
+PACKED = (ROW_HEADS, ROW_HEADS, ROW_HEADS, ROWS)
 ONE_HEADS = PartitionSpec(*ROWS, "tensor", None)  # [S, N, H]
 
 
@@ -65,6 +61,7 @@ class Kernels:
     decode: Kernel | None = None
     cache: CacheLayout = IN_PIECES
     mesh: Mesh | None = None
+    tile: int = 64  # tokens of a tile in the plain form of packed attention
     per_token: Callable[..., Any] = all_at_once  # not attention: how norms, projections, feed-forward and head run
 
 
@@ -79,17 +76,19 @@ def packed_attention(
     Tokens of a segment are neighbours in order, so causality by place in the row is causality by position.
     """
     if (kernel := kernels.packed) is not None and _takes(kernel, query_BLNH, key_BLKH):
-        specs = (ROW_HEADS, ROW_HEADS, ROW_HEADS, ROWS)
-        return _on_each_device(kernel, kernels.mesh, specs)(query_BLNH, key_BLKH, value_BLKH, segment_ids_BL)
-    return _plain_packed(query_BLNH, key_BLKH, value_BLKH, segment_ids_BL)
+        run = kernel.run
+    else:
+        run = functools.partial(tiled_attention.packed, tile=kernels.tile)
+    return _on_each_device(run, kernels.mesh, PACKED)(query_BLNH, key_BLKH, value_BLKH, segment_ids_BL)
 
 
 def causal_attention(query_BLNH: Array, key_BLKH: Array, value_BLKH: Array, kernels: Kernels = PLAIN) -> Array:
     """Attention in which a token sees the earlier tokens of its row and itself. No gradient is asked for."""
     if (kernel := kernels.causal) is not None and _takes(kernel, query_BLNH, key_BLKH):
-        return _on_each_device(kernel, kernels.mesh, (ROW_HEADS,) * 3)(query_BLNH, key_BLKH, value_BLKH)
+        return _on_each_device(kernel.run, kernels.mesh, PACKED[:3])(query_BLNH, key_BLKH, value_BLKH)
     one_segment_BL = jnp.ones(query_BLNH.shape[:2], jnp.int32)
-    return _plain_packed(query_BLNH, key_BLKH, value_BLKH, one_segment_BL)
+    plain = dataclasses.replace(kernels, packed=None)
+    return packed_attention(query_BLNH, key_BLKH, value_BLKH, one_segment_BL, plain)
 
 
 def decode_attention(
@@ -110,7 +109,7 @@ def decode_attention(
         lengths_S = jnp.minimum(positions_S + 1, layout.length(layer[0]))
         cache = layout.spec(ROWS[0])
         specs = (ONE_HEADS, cache, cache, ROWS)
-        return _on_each_device(kernel, kernels.mesh, specs)(query_SNH, keys, values, lengths_S)
+        return _on_each_device(kernel.run, kernels.mesh, specs)(query_SNH, keys, values, lengths_S)
     return _plain_decode(query_SNH, layout.first(layer, attended), layout, positions_S)
 
 
@@ -135,53 +134,6 @@ def _einsum32(axes: str, left: Array, right: Array) -> Array:
     return jnp.einsum(axes, left, right, preferred_element_type=jnp.float32)
 
 
-def score_queries(length: int) -> int:
-    """How many queries of a row of `length` tokens have scores in memory at once, in the plain form."""
-    return length if length <= LONGEST_WHOLE else QUERY_BLOCK
-
-
-def _attend(query_BLNH: Array, key_BCKH: Array, value_BCKH: Array, visible_BLC: Array) -> Array:
-    """Softmax attention with grouped queries; `visible` says which keys a query may see, at least one each."""
-    B, L, N, H = query_BLNH.shape
-    K = key_BCKH.shape[2]
-    query_BLKGH = query_BLNH.reshape(B, L, K, N // K, H)
-    scores_BKGLC = jnp.einsum("blkgh,bckh->bkglc", query_BLKGH, key_BCKH, preferred_element_type=jnp.float32) * H**-0.5
-    scores_BKGLC = jnp.where(visible_BLC[:, None, None], scores_BKGLC, jnp.finfo(jnp.float32).min)
-    weights_BKGLC = jax.nn.softmax(scores_BKGLC, axis=-1).astype(value_BCKH.dtype)
-    out_BLKGH = jnp.einsum("bkglc,bckh->blkgh", weights_BKGLC, value_BCKH)
-    return out_BLKGH.reshape(B, L, N, H)
-
-
-def _plain_packed(query_BLNH: Array, key_BLKH: Array, value_BLKH: Array, segment_ids_BL: Array) -> Array:
-    L = query_BLNH.shape[1]
-    if L > LONGEST_WHOLE:
-        return _in_blocks(query_BLNH, key_BLKH, value_BLKH, segment_ids_BL, block=QUERY_BLOCK)
-    causal_LL = jnp.tril(jnp.ones((L, L), jnp.bool_))
-    visible_BLL = (segment_ids_BL[:, :, None] == segment_ids_BL[:, None, :]) & causal_LL[None]
-    return _attend(query_BLNH, key_BLKH, value_BLKH, visible_BLL)
-
-
-def _in_blocks(query_BLNH: Array, key_BLKH: Array, value_BLKH: Array, segment_ids_BL: Array, *, block: int) -> Array:
-    """Packed attention, `block` queries at a time; the backward pass computes the scores of a block once more."""
-    B, L, N, H = query_BLNH.shape
-    blocks = -(-L // block)
-
-    def split(x: Array) -> Array:  # [B, L, ...] -> [blocks, B, Q, ...]; queries beyond the row are cut off again
-        padded = jnp.pad(x, [(0, 0), (0, blocks * block - L), *[(0, 0)] * (x.ndim - 2)])
-        return jnp.moveaxis(padded.reshape(B, blocks, block, *x.shape[2:]), 1, 0)
-
-    @jax.checkpoint
-    def attend(of_block: tuple[Array, Array, Array]) -> Array:
-        query_BQNH, segment_ids_BQ, places_Q = of_block
-        same_BQL = segment_ids_BQ[:, :, None] == segment_ids_BL[:, None, :]
-        visible_BQL = same_BQL & (jnp.arange(L)[None] <= places_Q[:, None])
-        return _attend(query_BQNH, key_BLKH, value_BLKH, visible_BQL)
-
-    places = jnp.arange(blocks * block).reshape(blocks, block)
-    out = jax.lax.map(attend, (split(query_BLNH), split(segment_ids_BL), places))
-    return jnp.moveaxis(out, 0, 1).reshape(B, blocks * block, N, H)[:, :L]
-
-
 def _takes(kernel: Kernel, query: Array, key: Array) -> bool:
     reason = kernel.refusal(query, key)
     if reason:
@@ -194,9 +146,11 @@ def _log_refusal(name: str, reason: str) -> None:
     log.warning("attention: the plain form instead of %s, as %s", name, reason)
 
 
-def _on_each_device(kernel: Kernel, mesh: Mesh | None, specs: tuple[PartitionSpec, ...]) -> Callable[..., Any]:
-    """The kernel on each device's own rows and heads: the partitioner cannot look into it."""
+def _on_each_device(
+    run: Callable[..., Array], mesh: Mesh | None, specs: tuple[PartitionSpec, ...]
+) -> Callable[..., Array]:
+    """A kernel on each device's own rows and heads: the partitioner cannot look into it."""
     if mesh is None or mesh.size == 1:
-        return kernel.run
+        return run
     # check_vma off: a Pallas call does not say along which axes its results differ.
-    return jax.shard_map(kernel.run, mesh=mesh, in_specs=specs, out_specs=specs[0], check_vma=False)
+    return jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=specs[0], check_vma=False)

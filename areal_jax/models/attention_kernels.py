@@ -27,9 +27,10 @@ from jax import Array
 from jax.sharding import Mesh
 
 from areal_jax.models import batch_invariant
-from areal_jax.models.attention import PLAIN, Kernel, Kernels
+from areal_jax.models.attention import Kernel, Kernels
 from areal_jax.models.kv_cache import HEADS_FIRST
 
+LARGE_TILE = 512  # tokens of a tile in the plain form: an accelerator would spend small ones on starting programs
 TILE = 128  # tokens: Pallas' `mha` and `gqa` step by it, and it is the width of a TPU register
 SPLASH_BLOCKS = (512, 256, 128)  # the largest that divides the row is taken
 DECODE_SPLITS = (16, 8, 4, 2, 1)  # parts of a cache that are read side by side; likewise
@@ -41,12 +42,14 @@ def kernels_for(choice: str, mesh: Mesh) -> Kernels:
     if choice == "batch_invariant":
         return batch_invariant.kernels_for(mesh)
     device = mesh.devices.flat[0]
-    if choice == "plain" or device.platform not in ("gpu", "tpu"):
-        return PLAIN
+    if device.platform not in ("gpu", "tpu"):
+        return Kernels(mesh=mesh)
+    if choice == "plain":
+        return Kernels(mesh=mesh, tile=LARGE_TILE)
     if device.platform == "tpu":
         return tpu_kernels(mesh)
     if "cuda" not in device.client.platform_version:  # ROCm has no cuDNN, and nobody has tried Triton's kernels there
-        return PLAIN
+        return Kernels(mesh=mesh, tile=LARGE_TILE)
     return gpu_kernels(mesh, longest_head=256 if float(device.compute_capability) >= HOPPER else 128)
 
 
@@ -58,6 +61,7 @@ def gpu_kernels(mesh: Mesh, *, longest_head: int) -> Kernels:
         decode=Kernel("Pallas gqa", _triton_decode_refusal, triton_decode),
         cache=HEADS_FIRST,
         mesh=mesh,
+        tile=LARGE_TILE,
     )
 
 
@@ -66,6 +70,7 @@ def tpu_kernels(mesh: Mesh) -> Kernels:
         causal=Kernel("splash attention", _splash_refusal, splash_causal),
         packed=Kernel("splash attention", _splash_refusal, splash_packed),
         mesh=mesh,
+        tile=LARGE_TILE,
     )
 
 

@@ -1,4 +1,4 @@
-"""Every form of attention against the plain one: row blocks, and the kernels that JAX brings, interpreted on the CPU.
+"""Tiles against all scores at once, and kernels that JAX brings, interpreted on the CPU, against the plain form.
 
 That the kernels are also lowered for their backend is checked where that needs no such device; cuDNN's can neither be
 interpreted nor lowered here, so that of it only the rule is tested (experiments/gpu_check.sh runs it).
@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from areal_jax.models import attention, attention_kernels, sharding
+from areal_jax.models import attention, attention_kernels, sharding, tiled_attention
 from areal_jax.models.attention import PLAIN, Kernel, Kernels, causal_attention, decode_attention, packed_attention
 from areal_jax.models.kv_cache import HEADS_FIRST, IN_PIECES, CacheLayout, LayerCache
 from areal_jax.models.transformer import TransformerConfig, bind, graph, init_params
@@ -30,7 +30,23 @@ SPLASH = Kernels(
     packed=Kernel("splash", TAKES_ALL, functools.partial(attention_kernels.splash_packed, interpret=True)),
     causal=Kernel("splash", TAKES_ALL, functools.partial(attention_kernels.splash_causal, interpret=True)),
 )
-IN_BLOCKS = Kernels(packed=Kernel("blocks", TAKES_ALL, functools.partial(attention._in_blocks, block=32)))
+
+
+def all_at_once(query, key, value, segments):
+    """The slow twin: every score of a row exists."""
+    K, L = key.shape[2], query.shape[1]
+    key, value = (jnp.repeat(array, query.shape[2] // K, axis=2).astype(jnp.float32) for array in (key, value))
+    scores = jnp.einsum("blnh,bcnh->bnlc", query.astype(jnp.float32), key) * query.shape[3] ** -0.5
+    visible = (segments[:, :, None] == segments[:, None, :]) & jnp.tril(jnp.ones((L, L), bool))
+    weights = jax.nn.softmax(jnp.where(visible[:, None], scores, -jnp.inf), axis=-1)
+    return jnp.einsum("bnlc,bcnh->blnh", weights, value).astype(query.dtype)
+
+
+def tiles(size):
+    return Kernels(packed=Kernel("tiles", TAKES_ALL, functools.partial(tiled_attention.packed, tile=size)))
+
+
+SLOW = Kernels(packed=Kernel("all at once", TAKES_ALL, all_at_once))
 
 
 def inputs(rows=2, length=128, heads=4, kv_heads=2, size=64, dtype=jnp.float32):
@@ -55,28 +71,30 @@ def value_and_gradients(kernels, query, key, value, segments):
 @pytest.mark.parametrize(
     ("kernels", "shape"),
     [
-        (IN_BLOCKS, {"length": 96, "size": 16}),
-        (IN_BLOCKS, {"length": 100, "size": 16, "kv_heads": 4}),  # the last block is not full
+        (tiles(32), {"length": 96, "size": 16}),
+        (tiles(32), {"length": 100, "size": 16, "kv_heads": 4}),  # the last tile is not full
+        (tiles(256), {"length": 37, "kv_heads": 1}),  # nor the only one
+        (PLAIN, {"length": 384, "size": 16}),
         (TRITON, {"length": 256}),
         (TRITON, {"length": 32, "size": 80, "kv_heads": 1}),
         (SPLASH, {"length": 256}),
     ],
 )
-def test_packed_attention_and_its_gradient_are_those_of_the_plain_form(kernels, shape):
+def test_packed_attention_and_its_gradient_are_those_of_the_slow_twin(kernels, shape):
     arrays = inputs(**shape)
-    for found, expected in zip(value_and_gradients(kernels, *arrays), value_and_gradients(PLAIN, *arrays), strict=True):
+    for found, expected in zip(value_and_gradients(kernels, *arrays), value_and_gradients(SLOW, *arrays), strict=True):
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("kernels", [IN_BLOCKS, TRITON, SPLASH])
-def test_packed_attention_in_bfloat16_is_near_the_plain_form(kernels):
+@pytest.mark.parametrize("kernels", [tiles(32), TRITON, SPLASH])
+def test_packed_attention_in_bfloat16_is_near_the_slow_twin(kernels):
     arrays = inputs(dtype=jnp.bfloat16)
-    found, expected = (value_and_gradients(form, *arrays)[0].astype(jnp.float32) for form in (kernels, PLAIN))
+    found, expected = (value_and_gradients(form, *arrays)[0].astype(jnp.float32) for form in (kernels, SLOW))
     assert jnp.abs(found - expected).mean() < 1e-3  # a bfloat16 near 1 has steps of 4e-3
     np.testing.assert_allclose(found, expected, atol=2e-2)
 
 
-@pytest.mark.parametrize("kernels", [PLAIN, IN_BLOCKS, TRITON, SPLASH])
+@pytest.mark.parametrize("kernels", [PLAIN, tiles(32), TRITON, SPLASH])
 def test_another_segment_does_not_move_a_token_by_one_bit(kernels):
     """Rows [A | D]: A changes, and D's outputs and the gradients of D's inputs are what they were."""
     query, key, value, _ = inputs(rows=1)
@@ -88,14 +106,14 @@ def test_another_segment_does_not_move_a_token_by_one_bit(kernels):
         np.testing.assert_array_equal(found, expected)
 
 
-@pytest.mark.parametrize("kernels", [TRITON, SPLASH])
+@pytest.mark.parametrize("kernels", [PLAIN, TRITON, SPLASH])
 def test_on_several_devices_a_kernel_works_on_rows_and_heads_of_its_own(kernels):
     query, key, value, segments = inputs(rows=2, length=128)
     rows = jax.device_put((query, key, value), jax.NamedSharding(MANY, attention.ROW_HEADS))
     segments = jax.device_put(segments, jax.NamedSharding(MANY, sharding.ROWS))
     found = value_and_gradients(dataclasses.replace(kernels, mesh=MANY), *rows, segments)
     assert found[0].sharding.spec[2] == "tensor"
-    for got, expected in zip(found, value_and_gradients(PLAIN, query, key, value, segments), strict=True):
+    for got, expected in zip(found, value_and_gradients(SLOW, query, key, value, segments), strict=True):
         np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5)
 
 
@@ -234,7 +252,9 @@ def test_what_a_kernel_does_not_take_is_computed_in_the_plain_form_and_said_once
 
 
 def test_a_cpu_has_the_plain_form_only():
-    assert attention_kernels.kernels_for("auto", ONE) == attention_kernels.kernels_for("plain", ONE) == PLAIN
+    assert (
+        attention_kernels.kernels_for("auto", ONE) == attention_kernels.kernels_for("plain", ONE) == Kernels(mesh=ONE)
+    )
 
 
 # Long rows.
@@ -247,16 +267,18 @@ def long_rows(length: int):
 
 def test_memory_of_a_long_row_grows_with_the_row_and_not_with_its_square():
     taken = {length: long_rows(length).memory_analysis().temp_size_in_bytes for length in (8192, 16384, 32768)}
-    scores_of_a_block = 4 * 4 * attention.QUERY_BLOCK * 32768  # heads, float32
-    assert taken[32768] < 2.3 * taken[16384] < 2.3**2 * taken[8192]
-    assert taken[32768] < 5 * scores_of_a_block < 4 * 4 * 32768**2 / 10
+    heads, size = 4 + 2 + 2, 16
+    row = 4 * 32768 * heads * size  # queries, keys and values, float32
+    assert taken[32768] < 2.1 * taken[16384] < 2.1**2 * taken[8192]
+    assert taken[32768] < 8 * row < 4 * 4 * 32768**2 / 100  # bytes of the scores of four heads
 
 
-def test_a_row_that_is_just_too_long_is_computed_in_blocks_and_is_the_same():
-    length = attention.LONGEST_WHOLE + 1
-    assert attention.score_queries(length) == attention.QUERY_BLOCK
-    assert attention.score_queries(attention.LONGEST_WHOLE) == attention.LONGEST_WHOLE
-    query, key, value, segments = inputs(rows=1, length=length, heads=1, kv_heads=1, size=8)
-    causal = jnp.tril(jnp.ones((length, length), bool)) & (segments[:, :, None] == segments[:, None, :])
-    found = jax.jit(packed_attention)(query, key, value, segments)
-    np.testing.assert_allclose(found, attention._attend(query, key, value, causal), atol=1e-5)
+def test_a_tile_without_a_visible_key_costs_nothing():
+    """The loop over tiles of keys begins where the oldest segment of the queries does."""
+    segments = jnp.asarray(np.repeat([[1, 2, 3]], [70, 58, 128], axis=1))
+    begins = tiled_attention._begins(segments, 64)[0]
+    assert begins[np.array([0, 69, 70, 127, 128, 255])].tolist() == [0, 0, 70, 70, 128, 128]
+    query, key, value, _ = inputs(rows=1, length=256)
+    poisoned = [array.at[:, :128].set(jnp.nan) for array in (key, value)]  # NaN times a weight of 0 is NaN
+    found = packed_attention(query, *poisoned, segments, tiles(64))
+    assert not jnp.any(jnp.isnan(found[:, 128:])) and jnp.all(jnp.isnan(found[:, :128]))

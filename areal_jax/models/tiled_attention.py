@@ -1,0 +1,203 @@
+"""The plain form of packed causal attention: JAX without kernels, a tile of queries and keys at a time.
+
+A row's scores never exist as a whole, forward or backward, and only those tiles are computed in which a query may see a
+key: from the tile in which the oldest segment of the queries begins to the one on the diagonal. So the work grows with
+the pairs that attend, memory with the row, and a tile stays in the processor's cache between its products. The softmax
+is summed while the keys go by, and the backward pass computes each tile once more from the saved log-sum-exp
+(FlashAttention-2, arXiv 2307.08691, algorithms 1 and 2).
+
+In: queries, keys, values, segments. Out: what they mix to. Called by `attention`; waits for nobody. Scores, softmax and
+sums are float32; products take their operands in the dtype of the inputs.
+
+Shapes: B rows, L tokens, N query heads, K key/value heads, G = N / K queries per key, H head size, T tokens of a tile;
+Q = G * T queries of a tile.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+HIDDEN = jnp.finfo(jnp.float32).min / 2  # a score that adds nothing beside any other; differences of two are finite
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnames=("tile",))
+def packed(query_BLNH: Array, key_BLKH: Array, value_BLKH: Array, segment_ids_BL: Array, tile: int) -> Array:
+    """As `attention.packed_attention`, `tile` tokens at a time; a row need not be a multiple of it."""
+    return _forward(query_BLNH, key_BLKH, value_BLKH, segment_ids_BL, tile)[0]
+
+
+def _forward(
+    query_BLNH: Array, key_BLKH: Array, value_BLKH: Array, segment_ids_BL: Array, tile: int
+) -> tuple[Array, tuple[Array, ...]]:
+    begins_BL = _begins(segment_ids_BL, tile)
+    rows = (*_by_head(query_BLNH, key_BLKH, value_BLKH, tile), begins_BL)
+    out_BKGLH, log_z_BKGL = _map(functools.partial(_row, tile=tile), rows)
+    out_BLNH = _by_token(out_BKGLH, query_BLNH.shape)
+    return out_BLNH, (query_BLNH, key_BLKH, value_BLKH, begins_BL, out_BLNH, log_z_BKGL)
+
+
+def _backward(tile: int, residuals: tuple[Array, ...], gradient_BLNH: Array) -> tuple[Array, Array, Array, None]:
+    query_BLNH, key_BLKH, value_BLKH, begins_BL, out_BLNH, log_z_BKGL = residuals
+    query_BKGLH, key_BKLH, value_BKLH = _by_head(query_BLNH, key_BLKH, value_BLKH, tile)
+    gradient_BKGLH = _by_head(gradient_BLNH, key_BLKH, value_BLKH, tile)[0]
+    out_BKGLH = _by_head(out_BLNH, key_BLKH, value_BLKH, tile)[0]
+    # What a row of the softmax's Jacobian subtracts: the mean of the weights' gradients under the weights.
+    mean_BKGL = jnp.sum(out_BKGLH.astype(jnp.float32) * gradient_BKGLH.astype(jnp.float32), axis=-1)
+    rows = (query_BKGLH, key_BKLH, value_BKLH, begins_BL, gradient_BKGLH, log_z_BKGL, mean_BKGL)
+    found = _map(functools.partial(_gradients_of_row, tile=tile), rows)
+    shapes = (query_BLNH.shape, key_BLKH.shape, value_BLKH.shape)
+    query, key, value = (_by_token(x, shape) for x, shape in zip(found, shapes, strict=True))
+    return query, key, value, None
+
+
+packed.defvjp(_forward, _backward)
+
+
+# A row.
+
+
+def _row(query_KGLH: Array, key_KLH: Array, value_KLH: Array, begins_L: Array, *, tile: int) -> tuple[Array, Array]:
+    """What its tokens mix to [K, G, L, H], and the log of each softmax's denominator [K, G, L]."""
+    K, G, L, H = query_KGLH.shape
+
+    def of_queries(i: Array, done: tuple[Array, Array]) -> tuple[Array, Array]:
+        query_KQH = _queries(query_KGLH, i, tile)
+
+        def over_keys(j: Array, so_far: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+            highest_KQ, sum_KQ, mixed_KQH = so_far
+            scores_KQT = _scores(query_KQH, _keys(key_KLH, j, tile), begins_L, i, j, tile)
+            new_KQ = jnp.maximum(highest_KQ, jnp.max(scores_KQT, axis=-1))
+            # Where all keys so far were hidden this is 1 for each of them, and 0 times it once one is seen: each query
+            # sees itself in the end.
+            weights_KQT = jnp.exp(scores_KQT - new_KQ[..., None])
+            kept_KQ = jnp.exp(highest_KQ - new_KQ)
+            more_KQH = _product("kqt,kth->kqh", weights_KQT.astype(value_KLH.dtype), _keys(value_KLH, j, tile))
+            sum_KQ = sum_KQ * kept_KQ + jnp.sum(weights_KQT, axis=-1)
+            return new_KQ, sum_KQ, mixed_KQH * kept_KQ[..., None] + more_KQH
+
+        nothing = (jnp.full((K, G * tile), HIDDEN), jnp.zeros((K, G * tile)), jnp.zeros((K, G * tile, H)))
+        highest_KQ, sum_KQ, mixed_KQH = jax.lax.fori_loop(begins_L[i * tile] // tile, i + 1, over_keys, nothing)
+        mixed_KQH = (mixed_KQH / sum_KQ[..., None]).astype(query_KGLH.dtype)
+        return _put(done[0], mixed_KQH, i, tile), _put(done[1], highest_KQ + jnp.log(sum_KQ), i, tile)
+
+    empty = (jnp.zeros_like(query_KGLH), jnp.zeros((K, G, L)))
+    return jax.lax.fori_loop(0, L // tile, of_queries, empty)
+
+
+def _gradients_of_row(
+    query_KGLH: Array,
+    key_KLH: Array,
+    value_KLH: Array,
+    begins_L: Array,
+    gradient_KGLH: Array,
+    log_z_KGL: Array,
+    mean_KGL: Array,
+    *,
+    tile: int,
+) -> tuple[Array, Array, Array]:
+    """Gradients of queries, keys and values, from the one of what they mix to."""
+    K, G, L, H = query_KGLH.shape
+    dtype = query_KGLH.dtype
+
+    def of_queries(i: Array, done: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        query_KQH, gradient_KQH = _queries(query_KGLH, i, tile), _queries(gradient_KGLH, i, tile)
+        log_z_KQ, mean_KQ = _queries(log_z_KGL, i, tile), _queries(mean_KGL, i, tile)
+
+        def over_keys(j: Array, so_far: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+            of_query_KQH, of_key_KLH, of_value_KLH = so_far
+            key_KTH = _keys(key_KLH, j, tile)
+            weights_KQT = jnp.exp(_scores(query_KQH, key_KTH, begins_L, i, j, tile) - log_z_KQ[..., None])
+            of_weights_KQT = _product("kqh,kth->kqt", gradient_KQH, _keys(value_KLH, j, tile))
+            of_scores_KQT = (weights_KQT * (of_weights_KQT - mean_KQ[..., None]) * H**-0.5).astype(dtype)
+            of_query_KQH += _product("kqt,kth->kqh", of_scores_KQT, key_KTH)
+            of_key_KTH = _product("kqt,kqh->kth", of_scores_KQT, query_KQH)
+            of_value_KTH = _product("kqt,kqh->kth", weights_KQT.astype(dtype), gradient_KQH)
+            return of_query_KQH, _add(of_key_KLH, of_key_KTH, j, tile), _add(of_value_KLH, of_value_KTH, j, tile)
+
+        of_query_KGLH, *of_keys = done
+        begin = (jnp.zeros((K, G * tile, H)), *of_keys)
+        of_query_KQH, *of_keys = jax.lax.fori_loop(begins_L[i * tile] // tile, i + 1, over_keys, begin)
+        return _put(of_query_KGLH, of_query_KQH.astype(dtype), i, tile), *of_keys
+
+    zeros = (jnp.zeros_like(query_KGLH), jnp.zeros(key_KLH.shape), jnp.zeros(value_KLH.shape))
+    of_query, of_key, of_value = jax.lax.fori_loop(0, L // tile, of_queries, zeros)
+    return of_query, of_key.astype(key_KLH.dtype), of_value.astype(value_KLH.dtype)
+
+
+# A tile.
+
+
+def _scores(query_KQH: Array, key_KTH: Array, begins_L: Array, i: Array, j: Array, tile: int) -> Array:
+    """Of tile i of the queries and tile j of the keys, [K, Q, T]; `HIDDEN` where a query may not see the key."""
+    K, Q, H = query_KQH.shape
+    scores_KQT = _product("kqh,kth->kqt", query_KQH, key_KTH) * H**-0.5
+    places_T = jnp.arange(tile)
+    queries_T1, keys_1T = (i * tile + places_T)[:, None], (j * tile + places_T)[None]
+    begins_T1 = jax.lax.dynamic_slice_in_dim(begins_L, i * tile, tile)[:, None]
+    visible_TT = (keys_1T <= queries_T1) & (keys_1T >= begins_T1)
+    return jnp.where(visible_TT, scores_KQT.reshape(K, -1, tile, tile), HIDDEN).reshape(K, Q, tile)
+
+
+def _product(axes: str, left: Array, right: Array) -> Array:
+    return jnp.einsum(axes, left, right, preferred_element_type=jnp.float32)
+
+
+def _queries(array_KGL: Array, i: Array, tile: int) -> Array:
+    """Tile i of an array [K, G, L, ...] as [K, Q, ...]."""
+    cut = jax.lax.dynamic_slice_in_dim(array_KGL, i * tile, tile, axis=2)
+    return cut.reshape(cut.shape[0], -1, *cut.shape[3:])
+
+
+def _keys(array_KLH: Array, j: Array, tile: int) -> Array:
+    return jax.lax.dynamic_slice_in_dim(array_KLH, j * tile, tile, axis=1)
+
+
+def _put(array_KGL: Array, of_tile_KQ: Array, i: Array, tile: int) -> Array:
+    K, G, _, *rest = array_KGL.shape
+    return jax.lax.dynamic_update_slice_in_dim(array_KGL, of_tile_KQ.reshape(K, G, tile, *rest), i * tile, axis=2)
+
+
+def _add(array_KLH: Array, more_KTH: Array, j: Array, tile: int) -> Array:
+    return jax.lax.dynamic_update_slice_in_dim(array_KLH, _keys(array_KLH, j, tile) + more_KTH, j * tile, axis=1)
+
+
+# Rows.
+
+
+def _begins(segment_ids_BL: Array, tile: int) -> Array:
+    """At which place of its row the segment of each token begins, [B, L]; L filled up to whole tiles."""
+    filled_BL = jnp.pad(segment_ids_BL, ((0, 0), (0, -segment_ids_BL.shape[1] % tile)), mode="edge")
+    first_B1 = jnp.ones((len(filled_BL), 1), jnp.bool_)
+    new_BL = jnp.concatenate([first_B1, filled_BL[:, 1:] != filled_BL[:, :-1]], axis=1)
+    return jax.lax.cummax(jnp.where(new_BL, jnp.arange(filled_BL.shape[1]), 0), axis=1)
+
+
+def _by_head(query_BLNH: Array, key_BLKH: Array, value_BLKH: Array, tile: int) -> tuple[Array, Array, Array]:
+    """[B, K, G, L, H], [B, K, L, H] and [B, K, L, H], in which the tokens of a head are neighbours."""
+    B, L, N, H = query_BLNH.shape
+    K = key_BLKH.shape[2]
+    query_BKGLH = query_BLNH.reshape(B, L, K, N // K, H).transpose(0, 2, 3, 1, 4)
+    key_BKLH, value_BKLH = (array.swapaxes(1, 2) for array in (key_BLKH, value_BLKH))
+    return _fill(query_BKGLH, tile, axis=3), _fill(key_BKLH, tile, axis=2), _fill(value_BKLH, tile, axis=2)
+
+
+def _by_token(array: Array, shape: tuple[int, ...]) -> Array:
+    """[B, K, (G,) L, H] as `shape`, which is [B, L, N, H] without what tiles were filled up with."""
+    return jnp.moveaxis(array, -2, 1)[:, : shape[1]].reshape(shape)
+
+
+def _fill(array: Array, tile: int, *, axis: int) -> Array:
+    """Whole tiles along an axis, with zeros: of a gradient they add nothing to those of keys and values."""
+    widths = [(0, 0)] * array.ndim
+    widths[axis] = (0, -array.shape[axis] % tile)
+    return jnp.pad(array, widths)
+
+
+def _map(one_row: Any, rows: tuple[Array, ...]) -> Any:
+    """One row after the other: each has bounds of its own."""
+    if len(rows[0]) == 1:
+        return jax.tree.map(lambda array: array[None], one_row(*(array[0] for array in rows)))
+    return jax.lax.map(lambda row: one_row(*row), rows)
