@@ -162,6 +162,7 @@ class Engine(engine_api.Engine):
         kernels = attention_kernels.kernels_for(config.kernels, mesh)
         graphdef = graph(config, kernels)
         self._layout = kernels.cache
+        self._cache_dtype = placement.cache_dtype(config, options.dtype, devices[0].platform)
         draw = _draw_batch_invariant if config.kernels == "batch_invariant" else _draw
         everywhere = placement.everywhere(mesh)
         # Inputs are where these put their results, or numpy arrays, which every device gets.
@@ -200,8 +201,9 @@ class Engine(engine_api.Engine):
     def load(self, params: Mapping[str, np.ndarray | Array], version: int) -> Weights:
         """Weights in their places (each device gets its part) in the engine's dtype; the old ones are untouched."""
         where = placement.weights(self.config, self._mesh)
-        placed = {name: jax.device_put(array, where[name]) for name, array in params.items()}
-        placed = {name: array.astype(self.options.dtype) for name, array in placed.items()}
+        placed = jax.device_put(dict(params), {name: where[name] for name in params})  # in one call
+        dtype = jnp.dtype(self.options.dtype)
+        placed = {n: array if array.dtype == dtype else array.astype(dtype) for n, array in placed.items()}
         counted = jax.device_put(np.int32(version), placement.everywhere(self._mesh))
         return jax.block_until_ready(Weights(placed, counted))
 
@@ -320,7 +322,7 @@ class Engine(engine_api.Engine):
         """All slots free."""
         S, C = self.options.slots, self.buckets[-1]
         state = DecodeState(
-            cache=decode.init_cache(self.config, S, self.buckets, self.options.dtype, self._layout),
+            cache=decode.init_cache(self.config, S, self.buckets, self._cache_dtype, self._layout),
             tokens=jnp.zeros((S, C), jnp.int32),
             length=jnp.zeros(S, jnp.int32),
             prompt_length=jnp.zeros(S, jnp.int32),

@@ -62,6 +62,15 @@ def cache(mesh: Mesh, layout: CacheLayout) -> NamedSharding:
     return NamedSharding(mesh, layout.spec())
 
 
+def cache_dtype(config: TransformerConfig, dtype: str, platform: str) -> str:
+    """What keys and values are kept in: numbers of `dtype`, on a CPU in the bytes of float32.
+
+    To write one token into a bfloat16 cache, XLA's CPU backend makes float32 of the whole of it and bfloat16 again. Not
+    so where batch-invariant products are to give the trainer's bits, whose keys are bfloat16.
+    """
+    return "float32" if platform == "cpu" and config.kernels != "batch_invariant" else dtype
+
+
 def gather_logits(logits_SV: Array, mesh: Mesh) -> Array:
     """Logits [S, V] that are split by vocabulary, on every device, so that all draw the same tokens from them.
 

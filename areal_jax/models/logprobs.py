@@ -3,7 +3,7 @@
 The logits exist for one chunk of tokens at a time, forward and backward (each chunk is rematerialised), so no float32
 array of tokens x vocabulary is ever allocated (19.9 GB for 32,768 x 151,936).
 
-Shapes: R rows, L tokens, D model, V vocabulary, C chunks.
+Shapes: R rows, L tokens, D model, V vocabulary, C chunks of W tokens of each row.
 """
 
 import functools
@@ -94,30 +94,26 @@ def _in_chunks(
 ) -> tuple[Array, Array]:
     """`token_logprobs` under `head_weights`, which lie as the model's do."""
     R, L, D = hidden_RLD.shape
-    width = _largest_divisor(L, max(1, chunk // R))
-    next_RL = jnp.roll(tokens_RL, -1, axis=1)
+    C = -(-L // max(1, chunk // R))
+    width = -(-L // C)
+    filled = (0, C * width - L)
+    hidden_RLD = jnp.pad(hidden_RLD, ((0, 0), filled, (0, 0)))
+    next_RL = jnp.pad(jnp.roll(tokens_RL, -1, axis=1), ((0, 0), filled))
 
     @jax.checkpoint
-    def one_chunk(hidden_RCD: Array, targets_RC: Array) -> tuple[Array, Array]:
-        logits_RCV = model.logits_by(head_weights, hidden_RCD)
-        return from_logits_of(model, logits_RCV, targets_RC, temperature=temperature)
+    def one_chunk(hidden_RWD: Array, targets_RW: Array) -> tuple[Array, Array]:
+        logits_RWV = model.logits_by(head_weights, hidden_RWD)
+        return from_logits_of(model, logits_RWV, targets_RW, temperature=temperature)
 
     # Chunks run along the row, so that the rows stay where they are sharded.
-    chunks = (
-        hidden_RLD.reshape(R, L // width, width, D).swapaxes(0, 1),
-        next_RL.reshape(R, L // width, width).swapaxes(0, 1),
-    )
-    if L == width:
+    chunks = hidden_RLD.reshape(R, C, width, D).swapaxes(0, 1), next_RL.reshape(R, C, width).swapaxes(0, 1)
+    if C == 1:
         results = jax.tree.map(lambda x: x[None], one_chunk(chunks[0][0], chunks[1][0]))
     else:
         results = jax.lax.map(lambda pair: one_chunk(*pair), chunks)
 
     def align(values_CRW: Array) -> Array:
-        values_RL = values_CRW.swapaxes(0, 1).reshape(R, L)
-        return jnp.pad(values_RL[:, :-1], ((0, 0), (1, 0)))
+        values_RL = values_CRW.swapaxes(0, 1).reshape(R, C * width)
+        return jnp.pad(values_RL[:, : L - 1], ((0, 0), (1, 0)))
 
     return align(results[0]), align(results[1])
-
-
-def _largest_divisor(number: int, most: int) -> int:
-    return next(d for d in range(min(number, most), 0, -1) if number % d == 0)

@@ -31,6 +31,7 @@ from jax import Array
 
 from areal_jax.models import attention
 from areal_jax.models.attention import PLAIN, Kernels
+from areal_jax.models.products import ROUNDED, product, product_in_float32
 
 Params = dict[str, Array]
 AnyArray = TypeVar("AnyArray", np.ndarray, Array)
@@ -41,11 +42,17 @@ VOCAB_AXIS = {"embedding": 0, "head.kernel": 1}  # the parameters with a row (or
 Attend = Callable[[Array, Array, Array, Any], tuple[Array, Any]]
 
 # What the backward pass finds of a layer, and what it computes once more (`jax.checkpoint`): nothing, all from the
-# layer's input (arXiv 1604.06174), or all but the products with weights.
+# layer's input (arXiv 1604.06174), or all but the products with weights, as rounded: no float32 sums are kept.
 REMAT: Mapping[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
     "none": lambda layer: layer,
     "layers": jax.checkpoint,
-    "dots": functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable),
+    "dots": functools.partial(
+        jax.checkpoint,
+        policy=jax.checkpoint_policies.save_from_both_policies(
+            jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+            jax.checkpoint_policies.save_only_these_names(ROUNDED),
+        ),
+    ),
 }
 
 
@@ -121,7 +128,7 @@ class Projection(nnx.Module):
         self.contracted = len(inputs)
 
     def __call__(self, x: Array) -> Array:
-        out = jnp.tensordot(x, self.kernel[...], axes=self.contracted)
+        out = product(x, self.kernel[...], self.contracted)
         return out if self.bias is None else out + self.bias[...]
 
 
@@ -288,7 +295,7 @@ class Transformer(nnx.Module):
         return self.kernels.per_token(self._logits, kernel_DV, hidden, axes=hidden.ndim - 1)
 
     def _logits(self, kernel_DV: Array, hidden: Array) -> Array:
-        logits = jnp.matmul(hidden, kernel_DV, preferred_element_type=jnp.float32)
+        logits = product_in_float32(hidden, kernel_DV, 1)
         if self.live_rows == self.vocab_rows:
             return logits
         ids = jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
@@ -302,7 +309,7 @@ def graph(config: TransformerConfig, kernels: Kernels = PLAIN) -> nnx.GraphDef:
 
 def param_shapes(config: TransformerConfig) -> dict[str, jax.ShapeDtypeStruct]:
     """Canonical name -> shape and dtype, without allocating anything."""
-    return _flatten(nnx.to_pure_dict(nnx.split(_abstract(config), nnx.Param)[1]))
+    return dict(_param_shapes(config))
 
 
 def param_count(config: TransformerConfig) -> int:
@@ -335,6 +342,11 @@ def strip_rows(name: str, array: AnyArray, config: TransformerConfig) -> AnyArra
     if axis is None or array.shape[axis] == config.vocab_size:
         return array
     return array[: config.vocab_size] if axis == 0 else array[:, : config.vocab_size]
+
+
+@functools.cache  # a generation server asks for every version that it takes
+def _param_shapes(config: TransformerConfig) -> Mapping[str, jax.ShapeDtypeStruct]:
+    return _flatten(nnx.to_pure_dict(nnx.split(_abstract(config), nnx.Param)[1]))
 
 
 @functools.cache

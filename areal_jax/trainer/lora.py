@@ -37,6 +37,7 @@ from jax import Array
 
 from areal_jax import config as config_lib
 from areal_jax.config import ModelConfig
+from areal_jax.models.products import product
 from areal_jax.models.transformer import AnyArray, Params, Projection, Transformer, TransformerConfig, param_shapes
 
 Leaf = TypeVar("Leaf")
@@ -215,7 +216,7 @@ class Adapted(nnx.Module):
 def _project(scale: float, x: Array, kernel: Array, a: Array, b: Array) -> Array:
     """x K for K = W + s A B, as a function of x, A and B; `x` has axes of tokens before those that K contracts."""
     del scale, b
-    return jnp.tensordot(x, kernel, axes=a.ndim - 1)
+    return product(x, kernel, a.ndim - 1)
 
 
 def _project_forward(scale: float, x: Array, kernel: Array, a: Array, b: Array) -> tuple[Array, Any]:

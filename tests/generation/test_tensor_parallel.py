@@ -131,11 +131,10 @@ def test_nothing_compiles_after_warm_up_on_several_devices():
 
 
 @pytest.mark.parametrize("tensor", [1, 2])
-def test_bfloat16_weights_and_cache_give_logprobs_of_float32_logits(tensor):
+def test_bfloat16_weights_give_logprobs_of_float32_logits(tensor):
     """In bfloat16 a log-probability of -3 has steps of 1/64; those of float32 logits lie between them."""
     engine = engine_of(tensor, dtype="bfloat16")
-    state = engine.init_decode_state()
-    assert {leaf.dtype for leaf in jax.tree.leaves(state.cache)} == {jnp.bfloat16.dtype}
+    assert {place.dtype for place in engine.places.values()} == {jnp.bfloat16.dtype}
     tokens, logprobs = run(engine, dtype=jnp.bfloat16)
     assert logprobs.dtype == np.float32
     assert (logprobs != logprobs.astype(jnp.bfloat16).astype(np.float32)).mean() > 0.9

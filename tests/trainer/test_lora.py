@@ -171,7 +171,7 @@ def products(jaxpr):
 
 
 def trace_of_accumulate(programs):
-    params, rows = programs.abstract.params, programs._abstract_rows((2, LENGTH))
+    params, rows = programs.abstract.params, programs._abstract_rows((4, LENGTH - 4))  # tokens: no number of the model
     grads, number = programs.trainable.trained(params), jax.ShapeDtypeStruct((), np.float32)
     return programs.accumulate.trace(params, grads, rows, number, programs.with_own_prox(False))
 

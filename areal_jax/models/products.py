@@ -1,0 +1,72 @@
+"""Products with weights, in the form in which each backend computes them fastest.
+
+In: activations of tokens and a kernel. Out: the sum over the axes that they share. Called by the layers and the head of
+the transformer, and by adapters. Accelerators get the product as it stands: they add up in float32 whatever the dtype
+of the result. For XLA's CPU backend it is a product of two matrices, as tokens or heads with axes of their own send the
+backward pass through transposed copies. Its kernels for bfloat16 are used only where the result is float32, and for any
+other it makes float32 of the operands, which takes several times as long: so the result is float32, rounded after.
+"""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.ad_checkpoint import checkpoint_name
+
+ROUNDED = "rounded product"  # what `jax.checkpoint` calls a result of `product` that a float32 one comes before
+
+
+def product(x: Array, kernel: Array, contracted: int) -> Array:
+    """The sum over the last `contracted` axes of x and the first of the kernel, in their dtype."""
+    if jax.default_backend() != "cpu":
+        return jnp.tensordot(x, kernel, axes=contracted)
+    if x.dtype == jnp.bfloat16:
+        return _rounded_product(contracted, x, kernel)
+    return product_in_float32(x, kernel, contracted).astype(x.dtype)
+
+
+def product_in_float32(x: Array, kernel: Array, contracted: int) -> Array:
+    """As `product`, before it is rounded to the operands' dtype."""
+    if jax.default_backend() != "cpu":
+        return jnp.tensordot(x, kernel, axes=contracted, preferred_element_type=jnp.float32)
+    tokens, outputs = x.shape[: x.ndim - contracted], kernel.shape[contracted:]
+    x, kernel = _matrix(x, len(tokens)), _matrix(kernel, contracted)
+    alone = x.dtype == jnp.bfloat16 and len(x) == 1
+    if alone:  # the kernels for bfloat16 take no single row: it gets a row of zeros beside it
+        x = jnp.pad(x, ((0, 1), (0, 0)))
+    summed = jnp.matmul(x, kernel, preferred_element_type=jnp.float32)
+    return (summed[:1] if alone else summed).reshape(*tokens, *outputs)
+
+
+def _matrix(array: Array, rows: int) -> Array:
+    """Its first `rows` axes as one, and the others as one."""
+    return array.reshape(math.prod(array.shape[:rows]), math.prod(array.shape[rows:]))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _rounded_product(contracted: int, x: Array, kernel: Array) -> Array:
+    """`product`, whose gradients are such products too: autodiff would make them of float32 gradients and operands."""
+    return _rounded(contracted, x, kernel)
+
+
+def _rounded(contracted: int, x: Array, kernel: Array) -> Array:
+    return checkpoint_name(product_in_float32(x, kernel, contracted).astype(x.dtype), ROUNDED)
+
+
+def _rounded_product_forward(contracted: int, x: Array, kernel: Array) -> tuple[Array, tuple[Array, Array]]:
+    return _rounded(contracted, x, kernel), (x, kernel)  # in sight of `jax.checkpoint`, as a custom_vjp is not
+
+
+def _rounded_product_backward(contracted: int, saved: tuple[Array, Array], out: Array) -> tuple[Array, Array]:
+    """dx = dy K^T, dK = x^T dy; `out` is dy."""
+    x, kernel = saved
+    tokens = x.ndim - contracted
+    flat_x, flat_kernel, flat_out = _matrix(x, tokens), _matrix(kernel, contracted), _matrix(out, tokens)
+    dx = jnp.matmul(flat_out, flat_kernel.T, preferred_element_type=jnp.float32)
+    dkernel = jnp.matmul(flat_x.T, flat_out, preferred_element_type=jnp.float32)
+    return dx.astype(x.dtype).reshape(x.shape), dkernel.astype(kernel.dtype).reshape(kernel.shape)
+
+
+_rounded_product.defvjp(_rounded_product_forward, _rounded_product_backward)
