@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from absl import app, flags
 
 from areal_jax import config as config_lib
+from areal_jax import host_memory
 from areal_jax.launch import command_line
 
 _CONFIG = command_line.define_config()
@@ -39,5 +40,6 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
+    host_memory.keep_freed()
     flags.mark_flag_as_required("config")
     app.run(main, flags_parser=command_line.parse_flags)

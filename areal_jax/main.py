@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from absl import app, flags
 
 from areal_jax import config as config_lib
-from areal_jax import metrics
+from areal_jax import host_memory, metrics
 from areal_jax.config import Config
 from areal_jax.hub import find_model, model_directory
 from areal_jax.launch import command_line
@@ -142,5 +142,6 @@ def run(config: Config, *, command: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
+    host_memory.keep_freed()
     flags.mark_flag_as_required("config")
     app.run(main, flags_parser=command_line.parse_flags)
