@@ -6,21 +6,29 @@ The trainer's loop calls `Publisher.publish` and waits only for the publish befo
 announces. Servers call `read_weights` or `parse_weights`, and refuse bytes whose checksum is another.
 """
 
+import contextlib
 import dataclasses
+import errno
+import fcntl
 import json
 import mmap
 import os
 import pathlib
+import threading
 import time
+import weakref
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import Any, BinaryIO
 
 import ml_dtypes
 import numpy as np
+import xxhash
 
-PIECE_BYTES = 1 << 20  # written and summed at a time: the second pass over a piece finds it in the processor's cache
+PIECE_BYTES = 1 << 19  # written and summed at a time: the second pass over a piece finds it in the processor's cache
+NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # of a file system; a writer gets none either
+KEPT = 3  # files of a sender: the newest, the one before, and the one whose place the next version takes
 ALIGNMENT = 64  # bytes; jax takes an array that begins at a multiple of them as it is, and copies any other
 
 # Names of the safetensors format.
@@ -38,13 +46,16 @@ _DTYPES = {
 }
 _NAMES = {np.dtype(dtype): name for name, dtype in _DTYPES.items()}
 
+_maps: dict[tuple[int, int, int], tuple[int, mmap.mmap]] = {}  # of `read_weights`: by device, inode and size
+_maps_lock = threading.Lock()
+
 # Hands the parameters of a version to every server; returns the seconds that its stages took, by name.
 Send = Callable[[Mapping[str, Any], int], Mapping[str, float] | None]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class WeightFile:
-    """A version's file. `checksum` is the CRC-32 of all its bytes, `size` their number."""
+    """A version's file. `checksum` is that of all its bytes (`checksum_of`), `size` their number."""
 
     path: str
     version: int
@@ -71,28 +82,83 @@ def remove_directory(directory: pathlib.Path) -> None:
         directory.rmdir()
 
 
+def checksum_of(pieces: Iterable[Any]) -> int:
+    """Of these bytes, one after the other (anything with the buffer interface): the lower 32 bits of their XXH3_64.
+
+    Against torn files, not against forged ones. It reads memory several times as fast as CRC-32 of zlib does.
+    """
+    total = xxhash.xxh3_64()
+    for piece in pieces:
+        total.update(piece)
+    return total.intdigest() & 0xFFFFFFFF
+
+
 def write_weights(params: Mapping[str, np.ndarray], version: int, directory: str | os.PathLike[str]) -> WeightFile:
     """Writes `weights-<version>-<checksum>.safetensors`: under another name first, so that no reader sees half of it.
 
     It is not synced to the disk: it is for readers that run now, and a checkpoint is what survives the machine.
     """
-    directory = pathlib.Path(directory)
-    temporary = directory / f".weights-{version}.{os.getpid()}"
-    checksum = size = 0
-    with open(temporary, "wb", buffering=0) as file:
-        for piece in _serialize(params, version):
-            checksum, size = zlib.crc32(piece, checksum), size + len(piece)
-            file.write(piece)
-    path = directory / f"weights-{version}-{checksum:08x}.safetensors"
-    os.replace(temporary, path)
-    return WeightFile(str(path), version, checksum, size)
+    return _Writer(directory).write(params, version)
 
 
-def _serialize(params: Mapping[str, np.ndarray], version: int) -> Iterator[memoryview]:
-    """The bytes of the safetensors format: length of the header, header in JSON, the arrays.
+class _Writer:
+    """Writes versions as `write_weights` does and keeps the files of the newest `KEPT`.
 
-    The header is padded so that they begin aligned, which the format lets a writer do (it asks for 8 bytes). On a CPU a
-    server then decodes with the mapped file itself. An array whose size is no multiple misaligns those behind it.
+    The next takes the place of the oldest, in memory that is there and mapped already: new pages cost several times the
+    copy into them. Only when nobody holds the oldest (`open_weights`): else that stays with its readers, without a
+    name, and the next gets a new file.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str]):
+        self._directory = pathlib.Path(directory)
+        self._kept: list[tuple[WeightFile, mmap.mmap]] = []
+
+    def write(self, params: Mapping[str, np.ndarray], version: int) -> WeightFile:
+        temporary = self._directory / f".weights-{version}.{os.getpid()}"
+        header = _header(params, version)
+        size = len(header) + sum(array.nbytes for array in params.values())
+        pieces = _serialize(header, params)
+        with contextlib.ExitStack() as until_written:
+            mapped = self._take_oldest(temporary, size, until_written)
+            if mapped is not None:
+                mapped.seek(0)
+                checksum = checksum_of(_written(pieces, mapped))
+            else:
+                temporary.unlink(missing_ok=True)  # not cut: it belongs to its readers
+                new = until_written.enter_context(open(temporary, "x+b", buffering=0))
+                checksum = checksum_of(_written(pieces, new))
+                mapped = mmap.mmap(new.fileno(), size)
+        path = self._directory / f"weights-{version}-{checksum:08x}.safetensors"
+        os.replace(temporary, path)
+        file = WeightFile(str(path), version, checksum, size)
+        self._kept.append((file, mapped))
+        return file
+
+    def _take_oldest(self, temporary: pathlib.Path, size: int, until_written: contextlib.ExitStack) -> mmap.mmap | None:
+        """The oldest file's map; the file has a name that no reader knows, and a lock. None: write a new one."""
+        if len(self._kept) < KEPT:
+            return None
+        file, mapped = self._kept.pop(0)
+        os.replace(file.path, temporary)
+        lock = until_written.enter_context(temporary.open("r+b"))
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:  # a reader holds it, or this file system has no locks
+            return None
+        return mapped if size == len(mapped) == os.fstat(lock.fileno()).st_size else None
+
+
+def _written(pieces: Iterable[memoryview], target: Any) -> Iterator[memoryview]:
+    for piece in pieces:
+        target.write(piece)
+        yield piece
+
+
+def _header(params: Mapping[str, np.ndarray], version: int) -> bytes:
+    """What comes before the arrays in the safetensors format: the length of a text, and the text in JSON.
+
+    It is padded so that they begin aligned, which the format lets a writer do (it asks for 8 bytes). On a CPU a server
+    then decodes with the mapped file itself. An array whose size is no multiple misaligns those behind it.
     """
     header: dict[str, Any] = {"__metadata__": {"version": str(version)}}
     end = 0
@@ -101,26 +167,72 @@ def _serialize(params: Mapping[str, np.ndarray], version: int) -> Iterator[memor
         header[name] = {"dtype": _NAMES[array.dtype], "shape": array.shape, "data_offsets": (begin, end)}
     text = json.dumps(header).encode()
     text += b" " * (-(8 + len(text)) % ALIGNMENT)
-    yield memoryview(len(text).to_bytes(8, "little") + text)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _serialize(header: bytes, params: Mapping[str, np.ndarray]) -> Iterator[memoryview]:
+    yield memoryview(header)
     for array in params.values():
         data = memoryview(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
         yield from (data[i : i + PIECE_BYTES] for i in range(0, len(data), PIECE_BYTES))
 
 
+def open_weights(path: str | os.PathLike[str]) -> BinaryIO:
+    """Opens a version's file. Until it is closed, no other version is written in its place (`_Writer`).
+
+    Raises FileNotFoundError when the trainer has removed it, or has begun to write another version in its place.
+    """
+    with contextlib.ExitStack() as unless_held:
+        file = unless_held.enter_context(open(path, "rb", buffering=0))
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise FileNotFoundError(errno.ENOENT, "another version takes the place of", os.fspath(path)) from error
+        except OSError as error:
+            if error.errno not in NO_LOCKS:
+                raise
+        _check_same(os.stat(path), file, path)  # the name goes before the file is overwritten: it was locked in time
+        unless_held.pop_all()
+    return file
+
+
+def _check_same(status: os.stat_result, file: BinaryIO, path: str | os.PathLike[str]) -> None:
+    if not os.path.samestat(status, os.fstat(file.fileno())):
+        raise FileNotFoundError(errno.ENOENT, "a newer file has the name", os.fspath(path))
+
+
 def read_weights(path: str | os.PathLike[str], checksum: int) -> tuple[int, dict[str, np.ndarray]]:
     """Version and parameters of a file, read-only and mapped, not copied; the map outlives the file's name.
 
+    As long as any of the arrays is referred to, also by a device that took it as it is, its bytes stay what they are.
     Raises ValueError for a torn file, FileNotFoundError for one that the trainer has removed already.
     """
-    with open(path, "rb") as file:
-        size = os.fstat(file.fileno()).st_size
-        data: mmap.mmap | bytes = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if size else b""
+    with contextlib.ExitStack() as until_read:
+        file = until_read.enter_context(open_weights(path))
+        data = np.frombuffer(_map(path, os.fstat(file.fileno())), np.uint8)  # what all the arrays are views of
+        weakref.finalize(data, until_read.pop_all().close).atexit = False
     return parse_weights(data, checksum, str(path))
+
+
+def _map(path: str | os.PathLike[str], status: os.stat_result) -> mmap.mmap | bytes:
+    """The map of a file that the caller holds, kept for versions that take its place: their pages are mapped then."""
+    key = status.st_dev, status.st_ino, status.st_size
+    with _maps_lock:
+        for other, (descriptor, _) in list(_maps.items()):
+            if os.fstat(descriptor).st_nlink == 0:  # removed: no version will take its place
+                del _maps[other]
+                os.close(descriptor)
+        if key not in _maps and status.st_size:
+            # Opened again: a map keeps open what it is made of, and what the caller has open is the lock.
+            with open(path, "rb") as file:
+                _check_same(status, file, path)
+                _maps[key] = os.dup(file.fileno()), mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        return _maps[key][1] if status.st_size else b""
 
 
 def parse_weights(data: Any, checksum: int, source: str) -> tuple[int, dict[str, np.ndarray]]:
     """The same from bytes in memory (anything with the buffer interface); `source` is for the error's text."""
-    found = zlib.crc32(data)
+    found = checksum_of([data])
     if found != checksum:
         raise ValueError(
             f"the weights from {source} are torn: checksum {found:08x}, announced was {checksum:08x}; nothing was "
@@ -159,12 +271,13 @@ def _weight_files(directory: str | os.PathLike[str]) -> Iterable[WeightFile]:
 def shared_memory_sender(directory: str | os.PathLike[str], push: Callable[[WeightFile], object]) -> Send:
     """A `send` that writes the file and calls `push` with it, which tells every server.
 
-    Keeps the newest file and the one before, for servers that come late. Files left by an earlier process are removed:
-    the directory (`run_directory`) belongs to this trainer alone, which removes it in the end (`remove_directory`).
+    Keeps the newest file and the one before, for servers that come late, and one for the next version to overwrite.
+    Files left by an earlier process are removed: the directory (`run_directory`) belongs to this trainer alone, which
+    removes it in the end (`remove_directory`).
     """
     for path in pathlib.Path(directory).glob("*weights-*"):
         path.unlink()
-    files: list[WeightFile] = []
+    writer = _Writer(directory)
 
     def send(params: Mapping[str, Any], version: int) -> dict[str, float]:
         began = time.monotonic()
@@ -174,12 +287,9 @@ def shared_memory_sender(directory: str | os.PathLike[str], push: Callable[[Weig
         host = {name: np.asarray(leaf) for name, leaf in params.items()}
         copied = time.monotonic()
         os.makedirs(directory, mode=0o700, exist_ok=True)  # not before: one that ends while it compiles leaves none
-        files.append(write_weights(host, version, directory))
+        file = writer.write(host, version)
         written = time.monotonic()
-        push(files[-1])
-        for file in files[:-2]:
-            os.unlink(file.path)
-        del files[:-2]
+        push(file)
         return {"copy": copied - began, "write": written - copied, "push": time.monotonic() - written}
 
     return send

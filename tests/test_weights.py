@@ -1,9 +1,11 @@
+import errno
 import os
 import pathlib
 import stat
+import subprocess
+import sys
 import threading
 import time
-import zlib
 
 import jax
 import ml_dtypes
@@ -11,9 +13,12 @@ import numpy as np
 import pytest
 import safetensors
 import safetensors.numpy
+import xxhash
 
 from areal_jax import weights
-from areal_jax.weights import Publisher, read_weights, shared_memory_sender, write_weights
+from areal_jax.weights import KEPT, Publisher, open_weights, read_weights, shared_memory_sender, write_weights
+
+ROOT = pathlib.Path(__file__).parents[1]
 
 
 def some_params(seed=0):
@@ -55,7 +60,7 @@ def test_checksum_and_size_are_those_of_the_files_bytes(tmp_path, monkeypatch):
     monkeypatch.setattr(weights, "PIECE_BYTES", 16)  # many pieces
     file = write_weights(some_params(), 1, tmp_path)
     data = pathlib.Path(file.path).read_bytes()
-    assert (file.checksum, file.size) == (zlib.crc32(data), len(data))
+    assert (file.checksum, file.size) == (xxhash.xxh3_64_intdigest(data) & 0xFFFFFFFF, len(data))
     assert weights.find_weights(tmp_path, 1) == file
 
 
@@ -67,7 +72,8 @@ def test_a_torn_file_is_refused_with_both_checksums(tmp_path, tear):
         data[-1] ^= 1
     torn = {"flip": data, "cut": data[:-10], "empty": b""}[tear]
     pathlib.Path(file.path).write_bytes(torn)
-    with pytest.raises(ValueError, match=f"torn: checksum {zlib.crc32(torn):08x}, announced was {file.checksum:08x}"):
+    found = weights.checksum_of([torn])
+    with pytest.raises(ValueError, match=f"torn: checksum {found:08x}, announced was {file.checksum:08x}"):
         read_weights(file.path, file.checksum)
 
 
@@ -96,7 +102,7 @@ def test_new_memory_is_aligned():
 def test_a_write_that_fails_midway_leaves_no_weights_to_read(tmp_path, monkeypatch):
     before = write_weights(some_params(), 1, tmp_path)
 
-    def pieces(params, version):
+    def pieces(header, params):
         yield memoryview(b"half")
         raise OSError("no space left on device")
 
@@ -118,7 +124,7 @@ def test_what_is_read_is_mapped_read_only_and_outlives_the_files_name(tmp_path):
         read["embedding"][0, 0] = 1.0
 
 
-def test_sender_writes_pushes_and_keeps_the_newest_two_files(tmp_path):
+def test_sender_writes_pushes_and_keeps_the_newest_files(tmp_path):
     directory = tmp_path / "own"
     directory.mkdir()
     (directory / "weights-9-0000abcd.safetensors").write_bytes(b"of a process that was killed")
@@ -126,15 +132,236 @@ def test_sender_writes_pushes_and_keeps_the_newest_two_files(tmp_path):
     pushed = []
     send = shared_memory_sender(directory, pushed.append)
     assert list(directory.iterdir()) == []
-    for version in (1, 2, 3):
+    for version in (1, 2, 3, 4):
         stages = send(some_params(version), version)
         assert set(stages) == {"copy", "write", "push"}
         assert all(seconds >= 0 for seconds in stages.values())
-    assert [file.version for file in pushed] == [1, 2, 3]
-    assert sorted(path.name.split("-")[1] for path in directory.iterdir()) == ["2", "3"]
+    assert [file.version for file in pushed] == [1, 2, 3, 4]
+    assert sorted(path.name.split("-")[1] for path in directory.iterdir()) == ["2", "3", "4"]
     np.testing.assert_array_equal(
-        read_weights(pushed[2].path, pushed[2].checksum)[1]["embedding"], some_params(3)["embedding"]
+        read_weights(pushed[3].path, pushed[3].checksum)[1]["embedding"], some_params(4)["embedding"]
     )
+
+
+# A version takes the place of the oldest file, but never under a reader.
+
+
+def filled(version):
+    """Parameters that say everywhere which version they are of."""
+    return {"kernel": np.full((300, 7), version, np.float32), "bias": np.full(5, version, np.float32)}
+
+
+def inode(file):
+    return os.stat(file.path).st_ino
+
+
+def assert_of_version(params, version):
+    assert {float(value) for array in params.values() for value in np.unique(array)} == {version}
+
+
+class Publishing:
+    """Publishes the next version; `files` are all that were, whether they are there or not."""
+
+    def __init__(self, directory):
+        self.files = []
+        self._send = shared_memory_sender(directory, self.files.append)
+
+    def next(self):
+        version = len(self.files) + 1
+        self._send(filled(version), version)
+        return self.files[-1]
+
+
+@pytest.fixture
+def publishing(tmp_path):
+    return Publishing(tmp_path / "own")
+
+
+def test_a_version_takes_the_place_of_the_oldest_file(publishing):
+    inodes = []
+    for version in range(1, 3 * KEPT):
+        file = publishing.next()
+        assert_of_version(read_weights(file.path, file.checksum)[1], version)
+        inodes.append(inode(file))
+    assert len(set(inodes)) == KEPT and inodes[KEPT:] == inodes[:-KEPT]
+    with pytest.raises(FileNotFoundError):
+        read_weights(publishing.files[0].path, publishing.files[0].checksum)
+
+
+def test_parameters_of_another_size_get_a_new_file(tmp_path):
+    send = shared_memory_sender(tmp_path, (files := []).append)
+    for version in range(1, KEPT + 3):
+        rows = 3 if version <= KEPT else 2
+        send({"kernel": np.full((rows, 64), version, np.float32)}, version)
+        assert read_weights(files[-1].path, files[-1].checksum)[1]["kernel"].shape == (rows, 64)
+        assert files[-1].size == os.path.getsize(files[-1].path)
+
+
+@pytest.mark.parametrize("place", [lambda array: array, jax.device_put], ids=["numpy", "device"])
+def test_arrays_keep_their_bytes_until_the_last_of_them_is_gone(publishing, place):
+    first = publishing.next()
+    first_inode = inode(first)
+    held = {name: place(array) for name, array in read_weights(first.path, first.checksum)[1].items()}
+    later = [inode(publishing.next()) for _ in range(2 * KEPT)]
+    assert first_inode not in later  # it was left to its reader, without a name
+    assert_of_version(held, 1)
+
+    newest = publishing.files[-1]
+    held = {name: place(array) for name, array in read_weights(newest.path, newest.checksum)[1].items()}
+    newest_inode, version = inode(newest), newest.version
+    del held["bias"]
+    later = [inode(publishing.next()) for _ in range(KEPT - 1)]
+    assert_of_version(held, version)
+    del held["kernel"]
+    jax.block_until_ready(jax.device_put(0))  # jax lets go of what it took when it is called the next time
+    assert inode(publishing.next()) == newest_inode
+
+
+READER = """
+import sys
+from areal_jax.weights import read_weights
+params = read_weights(sys.argv[1], int(sys.argv[2]))[1]
+print("holds", flush=True)
+sys.stdin.readline()
+print(sorted({float(value) for array in params.values() for value in array.ravel()}), flush=True)
+sys.stdin.readline()
+"""
+
+
+@pytest.mark.parametrize("end", ["finished", "killed"])
+def test_another_process_keeps_its_bytes_as_long_as_it_runs(publishing, end):
+    for _ in range(KEPT - 1):
+        publishing.next()
+    file = publishing.next()
+    file_inode = inode(file)
+    command = [sys.executable, "-c", READER, file.path, str(file.checksum)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT) as reader:
+        assert reader.stdout.readline() == "holds\n"
+        if end == "finished":
+            assert file_inode not in [inode(publishing.next()) for _ in range(2 * KEPT)]
+            reader.stdin.write("\n")
+            reader.stdin.flush()
+            assert reader.stdout.readline() == f"[{float(file.version)}]\n"
+            reader.communicate("\n")
+        else:
+            for _ in range(KEPT - 1):
+                publishing.next()
+            reader.kill()
+            reader.wait()
+            assert inode(publishing.next()) == file_inode
+
+
+def test_a_reader_that_comes_while_a_version_is_written_finds_no_file(publishing, monkeypatch):
+    first = publishing.next()
+    for _ in range(KEPT - 1):
+        publishing.next()
+    serialize, met = weights._serialize, []
+
+    def meanwhile(header, params):
+        yield from serialize(header, params)
+        hidden = next(pathlib.Path(first.path).parent.glob(".weights-*"))
+        for path in (first.path, hidden):  # by its name, and as if it had been opened before that was gone
+            with pytest.raises(FileNotFoundError):
+                open_weights(path)
+            met.append(path)
+
+    monkeypatch.setattr(weights, "_serialize", meanwhile)
+    assert_of_version(read_weights(publishing.next().path, publishing.files[-1].checksum)[1], KEPT + 1)
+    assert len(met) == 2
+
+
+def test_a_reader_whose_lock_comes_after_another_version_finds_no_file(publishing, monkeypatch):
+    first = publishing.next()
+    flock = weights.fcntl.flock
+
+    def late(file, operation):
+        monkeypatch.setattr(weights.fcntl, "flock", flock)
+        for _ in range(KEPT):
+            publishing.next()
+        assert os.fstat(file.fileno()).st_ino == inode(publishing.files[-1])  # what it has opened is of that version
+        flock(file, operation)
+
+    monkeypatch.setattr(weights.fcntl, "flock", late)
+    with pytest.raises(FileNotFoundError):
+        open_weights(first.path)
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "read"),
+    [(weights.fcntl, "flock", lambda file: open_weights(file.path)),
+     (weights, "_map", lambda file: read_weights(file.path, file.checksum))],
+    ids=["opened", "mapped"],
+)  # fmt: skip
+def test_a_reader_never_takes_a_file_for_another_of_the_same_name(tmp_path, monkeypatch, module, name, read):
+    file = Publishing(tmp_path).next()
+    original = getattr(module, name)
+
+    def restarted(*arguments):  # a trainer that resumes writes the same version again
+        monkeypatch.setattr(module, name, original)
+        assert Publishing(tmp_path).next() == file
+        return original(*arguments)
+
+    monkeypatch.setattr(module, name, restarted)
+    with pytest.raises(FileNotFoundError, match="a newer file has the name"):
+        read(file)
+    assert_of_version(read_weights(file.path, file.checksum)[1], 1)
+
+
+def test_where_there_are_no_locks_every_version_gets_a_new_file(publishing, monkeypatch):
+    def refused(file, operation):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(weights.fcntl, "flock", refused)
+    held = []
+    for version in range(1, 2 * KEPT + 1):
+        file = publishing.next()
+        held.append((version, read_weights(file.path, file.checksum)[1]))
+    for version, params in held:
+        assert_of_version(params, version)
+
+
+FOLLOWER = """
+import collections, sys
+from areal_jax import weights
+held, seen = collections.deque(maxlen=2), set()
+print("follows", flush=True)
+while not seen or max(seen) < int(sys.argv[2]):
+    try:
+        version, params = weights.read_weights(*[(f.path, f.checksum) for f in [weights.find_weights(sys.argv[1])]][0])
+    except (FileNotFoundError, AttributeError):  # gone already, or not there yet
+        continue
+    held.append((version, params))
+    seen.add(version)
+    for version, params in held:
+        assert {float(v) for array in params.values() for v in array.ravel()[::37]} == {version}, version
+print(len(seen), flush=True)
+"""
+
+
+def test_readers_that_follow_the_newest_version_never_see_half_of_it_or_another(tmp_path):
+    directory, versions = tmp_path / "own", 400
+    command = [sys.executable, "-c", FOLLOWER, str(directory), str(versions)]
+    publishing = Publishing(directory)
+    readers = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) for _ in range(2)]
+    for reader in readers:
+        assert reader.stdout.readline() == "follows\n"
+    inodes = [inode(publishing.next()) for _ in range(versions)]
+    for reader in readers:
+        seen, _ = reader.communicate(timeout=60)
+        assert reader.returncode == 0 and int(seen) > 1  # with a torn file or a wrong value it ends with an error
+    assert KEPT < len(set(inodes))
+
+
+def test_maps_of_removed_files_are_let_go(publishing, tmp_path, monkeypatch):
+    monkeypatch.setattr(weights, "_maps", {})
+    for _ in range(KEPT):
+        file = publishing.next()
+        read_weights(file.path, file.checksum)
+    assert len(weights._maps) == KEPT
+    weights.remove_directory(tmp_path / "own")
+    file = write_weights(filled(1), 1, tmp_path)
+    read_weights(file.path, file.checksum)
+    assert [key[1] for key in weights._maps] == [inode(file)]
 
 
 def test_sender_makes_a_directory_that_others_cannot_read(tmp_path):

@@ -393,8 +393,9 @@ def fetch_weights(
             data = aligned_memory(head.size)
             end = 0
             for piece in pieces:
-                begin, end = end, end + len(piece.data)
-                data[begin:end] = np.frombuffer(piece.data, np.uint8)
+                got = np.frombuffer(piece.data, np.uint8)  # the field is copied whenever it is asked for
+                begin, end = end, end + len(got)
+                data[begin:end] = got
         except grpc.RpcError as error:
             _raise_for(error, f"weights from the trainer at {address}")
     return parse_weights(data[:end], head.checksum if checksum is None else checksum, f"the trainer at {address}")

@@ -16,9 +16,9 @@ from areal_jax.trajectory_queue import TrajectoryQueue
 from areal_jax.transport import areal_pb2 as pb
 from areal_jax.transport import areal_pb2_grpc as pb_grpc
 from areal_jax.transport import codec
-from areal_jax.weights import find_weights
+from areal_jax.weights import find_weights, open_weights
 
-PIECE_BYTES = 2 << 20  # of weights per message
+PIECE_BYTES = 1 << 19  # of weights per message: twice or half as many arrive more slowly
 POLL_S = 0.5  # how late a call that waits notices that its caller is gone
 
 
@@ -74,7 +74,7 @@ class TrainerServicer(pb_grpc.TrainerServicer):
                 f"the trainer holds no weights of {'any version' if wanted is None else f'version {wanted}'}",
             )
             return
-        with open(found.path, "rb", buffering=0) as file:
+        with open_weights(found.path) as file:
             yield pb.WeightsPiece(version=found.version, checksum=found.checksum, size=found.size)
             while data := file.read(PIECE_BYTES):
                 yield pb.WeightsPiece(data=data)

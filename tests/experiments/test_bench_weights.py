@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 
+from areal_jax import weights
 from experiments import bench_weights
 from tests.experiments.tiny import TINY
 
@@ -31,8 +32,9 @@ def test_copies_are_of_all_arrays():
 def test_the_benchmark_runs(tmp_path):
     with bench_weights.both_sides(TINY) as sides:
         found = bench_weights.measure_shared_memory(sides, 0) | bench_weights.measure_stream(sides, 0)
-        assert sides.version == 7  # one that is not counted and two turns each, and one for the socket's bytes
-        assert sides.file.version == 7 and sides.file.size > found["stream"]["bytes"]
+        uncounted, turns = 2 * weights.KEPT, 2  # each; and one for the socket's bytes
+        assert sides.version == sides.file.version == 2 * (uncounted + turns) + 1
+        assert sides.file.size > found["stream"]["bytes"]
     for part in bench_weights.PARTS:
         assert set(found[part]["stages"]) == set(bench_weights.STAGES)
         assert sum(found[part]["stages"].values()) <= 1.5 * found[part]["publish_seconds"]

@@ -17,6 +17,7 @@ from areal_jax.transport import areal_pb2 as pb
 from areal_jax.transport import areal_pb2_grpc as pb_grpc
 from areal_jax.transport.clients import GenerationPool, TrainerClient, fetch_weights, push_weights
 from areal_jax.transport.servers import serve_trainer
+from areal_jax.transport.trainer_service import TrainerServicer
 from areal_jax.types import (
     UNPUBLISHED,
     Announcement,
@@ -640,6 +641,18 @@ def test_weights_are_fetched_in_pieces_and_are_the_files_own(tmp_path, weights_s
     assert fetch_weights(weights_server.address, version=1)[0] == 1
     with pytest.raises(ConnectionError, match="NOT_FOUND: the trainer holds no weights of version 7"):
         fetch_weights(weights_server.address, version=7)
+
+
+def test_a_version_that_is_being_fetched_is_not_overwritten(tmp_path):
+    files = []
+    send = shared_memory_sender(tmp_path, files.append)
+    send(params(1.0), 1)
+    data = np.fromfile(files[0].path, np.uint8).tobytes()
+    pieces = TrainerServicer(make_queue(), str(tmp_path)).FetchWeights(pb.FetchWeightsRequest(version=1), context=None)
+    next(pieces)
+    for version in range(2, 2 * weights.KEPT):
+        send(params(float(version)), version)
+    assert b"".join(piece.data for piece in pieces) == data
 
 
 def test_servers_fetch_a_pushed_version_and_refuse_it_when_torn(two, tmp_path, weights_server):
