@@ -12,7 +12,12 @@ computed once takes
 P counts the weights of matrix products, the LM head among them; W the same and those of the norms (an embedding that is
 not the head is looked up and not read). M = 2 * layers * kv_heads * head_size * bytes of a number. Bandwidth is that of
 reading: the better of a large matrix times a vector, and of a large copy (read and written). Rate is that of a product
-of two large square float32 matrices. Both are measured before and after each step time, in the same process.
+of two large square matrices of the step's dtype, summed in float32. Both are measured before and after each step time,
+in the same process.
+
+Between bound and step lie the step's own products with weights: a product with few rows is far from the rate of the
+square one. They are measured alone, by XLA, and by numpy and torch, where these are there: what another library for
+them would gain. The rest of the distance is the engine's.
 
 Shapes: B = S slots, C cached tokens, D model, N query heads, K key/value heads, H head size, V vocabulary.
 """
@@ -26,13 +31,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from jax import Array
 
 from areal_jax.generation import sampling
 from areal_jax.generation.engine import DecodeState, Engine, Weights, empty_requests
 from areal_jax.models import attention
 from areal_jax.models.kv_cache import LayerCache
+from areal_jax.models.products import product_in_float32
 from areal_jax.models.transformer import Params, TransformerConfig, bind, graph, param_shapes
+from experiments import bench_products
 from experiments.bench_workload import Bench, medians, take_turns, timed
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
@@ -50,13 +58,13 @@ class Rates:
     flops_per_s: float
 
 
-def measure_rates() -> Rates:
-    """The best of several attempts at each."""
+def measure_rates(dtype: str = "float32") -> Rates:
+    """The best of several attempts at each; the products are those of `dtype`."""
     rows = READ_BYTES // 4 // 4096
     matrix, vector = jnp.ones((rows, 4096)), jnp.ones(4096)
-    square = jnp.ones((SQUARE, SQUARE))
+    square = jnp.ones((SQUARE, SQUARE), dtype)
     source, target = np.ones(READ_BYTES // 8, np.float32), np.empty(READ_BYTES // 8, np.float32)
-    product = jax.jit(jnp.matmul)
+    product = jax.jit(functools.partial(jnp.matmul, preferred_element_type=jnp.float32))
     calls: dict[str, Callable[[], Any]] = {
         "read": lambda: product(matrix, vector),
         "copy": lambda: np.copyto(target, source),  # half the bytes, read and written
@@ -69,7 +77,7 @@ def measure_rates() -> Rates:
 # The bound.
 
 
-def cache_bytes(config: TransformerConfig, dtype: str) -> int:
+def cache_bytes(config: TransformerConfig, dtype: Any) -> int:
     """Bytes of keys and values per token of a sequence."""
     return 2 * config.layers * config.kv_heads * config.head_size * jnp.dtype(dtype).itemsize
 
@@ -140,7 +148,7 @@ def check_memory(bench: Bench) -> dict[str, int]:
     slots, length = 3, 64
     state = bench.engine(slots, length, (length,)).init_decode_state()
     allocated = sum(array.nbytes for array in jax.tree.leaves(state.cache))
-    per_token = cache_bytes(bench.config, bench.dtype)
+    per_token = cache_bytes(bench.config, jax.tree.leaves(state.cache)[0].dtype)
     assert allocated == slots * length * per_token, (allocated, slots, length, per_token)
     return {"cache_bytes_per_token": per_token, "cache_bytes_per_slot": per_token * bench.contexts[-1]}
 
@@ -150,15 +158,17 @@ def over_bound(bench: Bench, batch: int, seconds: float) -> dict[str, Any]:
     context = min(CONTEXT, bench.contexts[-1])
     run = decoding(bench, batch, (context,))
     run.step(context)  # compiles
-    found, rates, lengths = [], [measure_rates()], []
+    found, rates, lengths = [], [measure_rates(bench.dtype)], []
     room = (context - run.length) // run.engine.options.decode_steps
     for _ in range(min(REPETITIONS, room)):
         lengths.append(run.length + run.engine.options.decode_steps / 2)
         found.append(run.step(context))
-    rates.append(measure_rates())
+    rates.append(measure_rates(bench.dtype))
     best = Rates(*(max(getattr(rate, field.name) for rate in rates) for field in dataclasses.fields(Rates)))
     step = float(np.median(found))
     least = bound(bench.config, bench.dtype, batch, float(np.mean(lengths)), best)
+    shares = parts(bench, run, context, step, seconds)
+    alone = {"xla": shares["layer products"] + shares["LM head"], **bench_products.elsewhere(bench, batch, seconds / 4)}
     return {
         "step_ms": 1e3 * step,
         "bound_ms": 1e3 * least,
@@ -166,7 +176,8 @@ def over_bound(bench: Bench, batch: int, seconds: float) -> dict[str, Any]:
         "tokens_per_second": batch / step,
         "bandwidth_GB_per_s": best.bytes_per_s / 1e9,
         "matmul_GFLOP_per_s": best.flops_per_s / 1e9,
-        "parts_ms": {name: 1e3 * s for name, s in parts(bench, run, context, step, seconds).items()},
+        "parts_ms": {name: 1e3 * s for name, s in shares.items()},
+        "products_ms": {library: 1e3 * s for library, s in alone.items()},
     }
 
 
@@ -195,7 +206,7 @@ def parts(bench: Bench, run: Decoding, context: int, step: float, seconds: float
     logits_SV = jnp.ones((batch, bench.config.vocab_rows))
     programs: dict[str, tuple[Callable[..., Array], tuple[Any, ...]]] = {
         "layer products": (layer_products, (hidden_SD, params)),
-        "LM head": (lambda x, params: x + 1e-9 * jnp.mean(bind(model_graph, params).logits(x)), (hidden_SD, params)),
+        "LM head": (functools.partial(head_product, model_graph), (hidden_SD, params)),
         "attention": (
             functools.partial(attention_of_layers, attended=context),
             (query_SNH, run.state.cache.layers, run.state.length),
@@ -224,8 +235,14 @@ def layer_products(hidden_SD: Array, params: Params) -> Array:
             contracted = 2 if name.endswith("attention.out.kernel") else 1
             kernel_IO = kernel.reshape(math.prod(kernel.shape[:contracted]), -1)
             inputs_SI = jnp.resize(hidden_SD, (hidden_SD.shape[0], kernel_IO.shape[0]))
-            hidden_SD = hidden_SD + 1e-9 * jnp.mean(inputs_SI @ kernel_IO)
+            mean = jnp.mean(product_in_float32(inputs_SI, kernel_IO, 1))
+            hidden_SD = (hidden_SD + 1e-9 * mean).astype(hidden_SD.dtype)
     return hidden_SD
+
+
+def head_product(model_graph: nnx.GraphDef, hidden_SD: Array, params: Params) -> Array:
+    mean = jnp.mean(bind(model_graph, params).logits(hidden_SD))
+    return (hidden_SD + 1e-9 * mean).astype(hidden_SD.dtype)
 
 
 def attention_of_layers(query_SNH: Array, cached: tuple[LayerCache, ...], length_S: Array, *, attended: int) -> Array:

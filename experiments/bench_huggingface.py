@@ -1,11 +1,12 @@
 """Hugging Face `generate` on torch's CPU, with the batch size and thread count that suit it best.
 
-In: a model of ours. Out: seconds for the benchmark's requests. Called by `bench_generation`. Waits for torch.
+In: a model of ours, in whose dtype it computes. Out: seconds for the benchmark's requests. Called by
+`bench_generation`. Waits for torch.
 
 `generate` advances a batch until its longest row is done and pads the others, so only the wanted tokens of a row are
 counted, and the requests come to it sorted by length: neighbours in length share a batch, which leaves the least
-padding of all ways to batch them. Prompts have one length, so no row is padded in front. Greedy, float32, key/value
-cache, no EOS. Batch size and threads: the step time of each pair is measured over a few steps, which predicts the time
+padding of all ways to batch them. Prompts have one length, so no row is padded in front. Greedy, key/value cache, no
+EOS. Batch size and threads: the step time of each pair is measured over a few steps, which predicts the time
 of all batches, each as many steps as its longest row; the best two pairs then serve all requests, and the faster stays.
 """
 
@@ -40,7 +41,8 @@ class HuggingFace:
         with tempfile.TemporaryDirectory() as scratch:
             directory = pathlib.Path(scratch) / "model"
             safetensors_files.save_model(directory, bench.config, bench.params)
-            self._model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+            dtype = getattr(torch, bench.dtype)
+            self._model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=dtype).eval()
 
     def best(self) -> tuple[Choice, dict[str, float]]:
         """The fastest choice, and the predicted seconds of all."""

@@ -32,6 +32,7 @@ import matplotlib as mpl
 import numpy as np
 from absl import app, flags
 
+from areal_jax import host_memory
 from areal_jax.models.huggingface import load_config
 from areal_jax.models.transformer import TransformerConfig, param_count
 from areal_jax.types import Trajectory
@@ -312,6 +313,7 @@ def plot(path: pathlib.Path, results: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
+    host_memory.keep_freed()  # as every process of a run does
     _OUT = runs.OUT
     _MODEL = flags.DEFINE_enum("model", "both", (*MODELS, "both"), "Which model.")
     _PARTS = runs.define_parts(PARTS, DEFAULT_PARTS)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from areal_jax.models.transformer import TransformerConfig
-from experiments import bench_bound, bench_generation
+from experiments import bench_bound, bench_generation, bench_products
 from experiments.bench_workload import SMOLLM2_135M, long_tailed, make_bench, serve, serving, tail, take_turns
 
 
@@ -54,9 +54,32 @@ def test_memory_agrees_with_arithmetic():
 
 
 def test_a_table_shows_what_was_measured_and_nothing_else():
-    results = {"default": {"memory": {"cache_bytes_per_token": 1024}, "vs_static": 2.5, "static": {"slots": 4}}}
+    measured = {"memory": {"cache_bytes_per_token": 1024}, "vs_static": 2.5, "static": {"slots": 4}}
+    results = {"default": {"dtype": "float32", "vs_static": 2.5, "float32": measured}}
     assert bench_generation.table(results).splitlines()[1:] == [
-        "default",
+        "default, float32",
         "  cache: 1,024 bytes per slot and token, as computed",
         "  over static batching 2.50 (4 slots)",
     ]
+
+
+def test_a_model_is_rated_by_the_best_of_both_sides():
+    rates = {"float32": {"ours": 60.0, "theirs": 40.0}, "bfloat16": {"ours": 90.0, "theirs": 30.0}}
+    found = {
+        dtype: {
+            "vs_huggingface": of["ours"] / of["theirs"],
+            "huggingface": {"tokens_per_second": of},
+            "over_bound": {"8": place},
+        }
+        for place, (dtype, of) in enumerate(rates.items())
+    }
+    assert bench_generation.best(found) == {"dtype": "bfloat16", "vs_huggingface": 90 / 40, "over_bound": {"8": 1}}
+    assert bench_generation.best({"bfloat16": {"vs_static": 2.0}}) == {"dtype": "bfloat16", "vs_static": 2.0}
+
+
+def test_other_libraries_are_given_every_product_of_a_step():
+    bench = make_bench("default", "float32")
+    kernels_IO = bench_products.kernels(bench.config, bench.params)
+    assert sum(kernel_IO.size for kernel_IO in kernels_IO) == bench_bound.weight_counts(bench.config)[0]
+    c = bench.config
+    assert {kernel_IO.shape[0] for kernel_IO in kernels_IO} == {c.d_model, c.heads * c.head_size, c.d_ff}
