@@ -4,14 +4,15 @@
 
 In: nothing; both models have random weights, in the shapes of SmolLM2-135M and of the model of configs/math.py. Out: a
 table, DIR/results.json (`matmul_utilisation`, `vs_torch_padded`, per model) and DIR/trainer.png. float32, all cores, a
-row of 2,048 tokens per microbatch and update. What is compared takes turns in one process; figures are medians. A part
-that ran before into the same DIR is kept. About a quarter of an hour on two CPU cores without --parts=unpadded.
+row of 2,048 tokens per microbatch, and per update where nothing else is said. What is compared takes turns in one
+process; figures are medians. A part that ran before into the same DIR is kept. About ten minutes on two CPU cores
+without --parts=unpadded.
 
     utilisation  `matmul_utilisation`: model FLOPs per second of an update step over the best rate of a float32 product
                  of two square matrices (bench_bound.py); and where the rest goes (bench_step_parts.py)
-    torch        `vs_torch_padded`: tokens per second over those of `transformers` under torch (bench_torch.py), the
-                 same sequences in its microbatches of 4, padded to the longest, same threads (pip install torch
-                 transformers)
+    torch        `vs_torch_padded`: tokens per second over those of `transformers` under torch (bench_torch.py), an
+                 update of four rows; the same sequences, shuffled, in its microbatches of 4, padded to the longest of
+                 each, same threads (pip install torch transformers)
     unpadded     the same against torch with one sequence at a time, which pads nothing; only when asked for
     lengths      tokens per second and utilisation by row length; those that --seconds does not allow are left out
     sizes        the same by model size, shapes between the two models
@@ -35,7 +36,7 @@ from absl import app, flags
 from areal_jax import host_memory
 from areal_jax.models.huggingface import load_config
 from areal_jax.models.transformer import TransformerConfig, param_count
-from areal_jax.types import Trajectory
+from areal_jax.types import TrainBatch, Trajectory
 from experiments import bench_bound, bench_step_parts, runs
 from experiments.bench_steps import OPTIMIZER, Training, Work, rows_of_work
 from experiments.bench_workload import DEFAULT_MODEL, SMOLLM2_135M, medians, take_turns, timed
@@ -48,6 +49,7 @@ PARTS = (*DEFAULT_PARTS, "unpadded")
 MODELS = ("smollm2", "default")
 ROW = 2048
 CURVE = (2048, 4096, 8192)
+COMPARED_ROWS = 4  # of an update that is compared with torch's
 PER_DEVICE = 4  # sequences of torch's microbatches: what a budget of one row holds on average (bench_packing.py)
 SIZES = {"2M": (128, 4), "8M": (256, 8), "23M": (384, 12)}  # d_model, layers
 
@@ -120,9 +122,9 @@ def measure_utilisation(bench: Bench, seconds: float) -> dict[str, Any]:
     parts = bench_step_parts.make_parts(training, work.batches[0])
     for part in parts.values():
         timed(part.run)  # compiles
-    calls: dict[str, Callable[[], float]] = {name: functools.partial(timed, part.run) for name, part in parts.items()}
-    calls |= {"step": functools.partial(training.step, work.batches), "matmul rate": matmul_rate}
-    found = take_turns(calls, seconds)
+    training.step(work.batches)
+    found = take_turns({"step": lambda: training.step(work.batches), "matmul rate": matmul_rate}, seconds / 2)
+    found |= take_turns({name: functools.partial(timed, part.run) for name, part in parts.items()}, seconds / 2)
     rate, step = max(found.pop("matmul rate")), medians(found)["step"]
     asked = work.flops(bench.model)
     return {
@@ -151,10 +153,13 @@ def measure_unpadded(bench: Bench, seconds: float) -> dict[str, Any]:
 
 
 def against_torch(bench: Bench, per_device: int, seconds: float) -> tuple[float, dict[str, Any]]:
-    """Our tokens per second over theirs, and how that came about; the first losses are those of the same weights."""
+    """Our tokens per second over theirs, and how that came about; the first losses are those of the same weights.
+
+    Two updates of a row each come before and do not count: by then both have taken the memory that they keep.
+    """
     from experiments.bench_torch import TorchTraining  # torch and transformers, which only this needs
 
-    training, work = bench.training, bench.work
+    training, work = bench.training, rows_of_work(COMPARED_ROWS, bench.row, bench.model.vocab_size)
     theirs = TorchTraining(bench.model, training.state.params, OPTIMIZER)
     order = np.random.default_rng(0).permutation(len(work.sequences))
     sequences = [whole(work.sequences[i]) for i in order]
@@ -165,13 +170,17 @@ def against_torch(bench: Bench, per_device: int, seconds: float) -> tuple[float,
         losses[name].append(loss)
         return taken
 
-    found = take_turns(
-        {
-            "ours": functools.partial(kept, "ours", lambda: training.step_with_loss(work.batches)),
-            "theirs": functools.partial(kept, "theirs", lambda: theirs.step_with_loss(sequences, per_device)),
-        },
-        seconds,
-    )
+    def in_turns(batches: Sequence[TrainBatch], sequences: Sequence[np.ndarray], seconds: float) -> dict[str, Any]:
+        return take_turns(
+            {
+                "ours": functools.partial(kept, "ours", lambda: training.step_with_loss(batches)),
+                "theirs": functools.partial(kept, "theirs", lambda: theirs.step_with_loss(sequences, per_device)),
+            },
+            seconds,
+        )
+
+    in_turns(bench.work.batches, [whole(sequence) for sequence in bench.work.sequences], 0)
+    found = in_turns(work.batches, sequences, seconds)
     groups = [sequences[first : first + per_device] for first in range(0, len(sequences), per_device)]
     computed = {
         "ours": sum(batch.tokens.size for batch in work.batches),
