@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import errno
 import fcntl
+import functools
 import json
 import mmap
 import os
@@ -207,11 +208,26 @@ def read_weights(path: str | os.PathLike[str], checksum: int) -> tuple[int, dict
     As long as any of the arrays is referred to, also by a device that took it as it is, its bytes stay what they are.
     Raises ValueError for a torn file, FileNotFoundError for one that the trainer has removed already.
     """
+    version, params, check = map_weights(path, checksum)
+    check()
+    return version, params
+
+
+def map_weights(path: str | os.PathLike[str], checksum: int) -> tuple[int, dict[str, np.ndarray], Callable[[], None]]:
+    """As `read_weights`, with the check of the bytes left to the caller, who may do something else meanwhile.
+
+    The check raises the ValueError for a torn file; where even the header is torn, this does.
+    """
     with contextlib.ExitStack() as until_read:
         file = until_read.enter_context(open_weights(path))
         data = np.frombuffer(_map(path, os.fstat(file.fileno())), np.uint8)  # what all the arrays are views of
         weakref.finalize(data, until_read.pop_all().close).atexit = False
-    return parse_weights(data, checksum, str(path))
+    check = functools.partial(_check, data, checksum, str(path))
+    try:
+        return *_parse(data), check
+    except (ValueError, KeyError, TypeError):
+        check()
+        raise
 
 
 def _map(path: str | os.PathLike[str], status: os.stat_result) -> mmap.mmap | bytes:
@@ -232,12 +248,20 @@ def _map(path: str | os.PathLike[str], status: os.stat_result) -> mmap.mmap | by
 
 def parse_weights(data: Any, checksum: int, source: str) -> tuple[int, dict[str, np.ndarray]]:
     """The same from bytes in memory (anything with the buffer interface); `source` is for the error's text."""
+    _check(data, checksum, source)
+    return _parse(data)
+
+
+def _check(data: Any, checksum: int, source: str) -> None:
     found = checksum_of([data])
     if found != checksum:
         raise ValueError(
             f"the weights from {source} are torn: checksum {found:08x}, announced was {checksum:08x}; nothing was "
             "loaded, and the version before is still served; publish again"
         )
+
+
+def _parse(data: Any) -> tuple[int, dict[str, np.ndarray]]:
     start = 8 + int.from_bytes(data[:8], "little")
     header = json.loads(bytes(data[8:start]))
     version = int(header.pop("__metadata__")["version"])

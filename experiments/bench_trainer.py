@@ -11,7 +11,7 @@ without --parts=unpadded.
     utilisation  `matmul_utilisation`: model FLOPs per second of an update step over the best rate of a float32 product
                  of two square matrices (bench_bound.py); and where the rest goes (bench_step_parts.py)
     torch        `vs_torch_padded`: tokens per second over those of `transformers` under torch (bench_torch.py), an
-                 update of four rows; the same sequences, shuffled, in its microbatches of 4, padded to the longest of
+                 update of four rows; the same sequences, shuffled, in microbatches of 2, padded to the longer of
                  each, same threads (pip install torch transformers)
     unpadded     the same against torch with one sequence at a time, which pads nothing; only when asked for
     lengths      tokens per second and utilisation by row length; those that --seconds does not allow are left out
@@ -50,7 +50,7 @@ MODELS = ("smollm2", "default")
 ROW = 2048
 CURVE = (2048, 4096, 8192)
 COMPARED_ROWS = 4  # of an update that is compared with torch's
-PER_DEVICE = 4  # sequences of torch's microbatches: what a budget of one row holds on average (bench_packing.py)
+PER_DEVICE = 2  # sequences of torch's microbatches: with more, both do not fit in 24 GB
 SIZES = {"2M": (128, 4), "8M": (256, 8), "23M": (384, 12)}  # d_model, layers
 
 

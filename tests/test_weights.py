@@ -16,7 +16,15 @@ import safetensors.numpy
 import xxhash
 
 from areal_jax import weights
-from areal_jax.weights import KEPT, Publisher, open_weights, read_weights, shared_memory_sender, write_weights
+from areal_jax.weights import (
+    KEPT,
+    Publisher,
+    map_weights,
+    open_weights,
+    read_weights,
+    shared_memory_sender,
+    write_weights,
+)
 
 ROOT = pathlib.Path(__file__).parents[1]
 
@@ -62,6 +70,17 @@ def test_checksum_and_size_are_those_of_the_files_bytes(tmp_path, monkeypatch):
     data = pathlib.Path(file.path).read_bytes()
     assert (file.checksum, file.size) == (xxhash.xxh3_64_intdigest(data) & 0xFFFFFFFF, len(data))
     assert weights.find_weights(tmp_path, 1) == file
+
+
+def test_a_mapped_file_is_checked_when_the_caller_says_so(tmp_path):
+    file = write_weights({"a": np.arange(100, dtype=np.float32)}, 3, tmp_path)
+    data = bytearray(pathlib.Path(file.path).read_bytes())
+    data[-1] ^= 1
+    pathlib.Path(file.path).write_bytes(data)
+    version, params, check = map_weights(file.path, file.checksum)
+    assert version == 3 and params["a"][:99].tolist() == list(range(99))
+    with pytest.raises(ValueError, match="are torn"):
+        check()
 
 
 @pytest.mark.parametrize("tear", ["flip", "cut", "empty"])

@@ -159,6 +159,7 @@ class Engine(engine_api.Engine):
         self._tokenizer = tokenizer
         self._inserted = 0  # sequences that came through JetStream; each samples with a key of its own
         self._mesh = mesh = placement.make_mesh(config, options.tensor, devices)
+        self._where = placement.weights(config, mesh)
         kernels = attention_kernels.kernels_for(config.kernels, mesh)
         graphdef = graph(config, kernels)
         self._layout = kernels.cache
@@ -195,13 +196,12 @@ class Engine(engine_api.Engine):
     def places(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Shape, dtype and sharding of its weights by name: what is already so, `load` takes without a copy."""
         dtype = jnp.dtype(self.options.dtype)
-        shapes, where = param_shapes(self.config), placement.weights(self.config, self._mesh)
-        return {name: jax.ShapeDtypeStruct(s.shape, dtype, sharding=where[name]) for name, s in shapes.items()}
+        shapes = param_shapes(self.config).items()
+        return {name: jax.ShapeDtypeStruct(s.shape, dtype, sharding=self._where[name]) for name, s in shapes}
 
     def load(self, params: Mapping[str, np.ndarray | Array], version: int) -> Weights:
         """Weights in their places (each device gets its part) in the engine's dtype; the old ones are untouched."""
-        where = placement.weights(self.config, self._mesh)
-        placed = jax.device_put(dict(params), {name: where[name] for name in params})  # in one call
+        placed = jax.device_put(dict(params), {name: self._where[name] for name in params})  # in one call
         dtype = jnp.dtype(self.options.dtype)
         placed = {n: array if array.dtype == dtype else array.astype(dtype) for n, array in placed.items()}
         counted = jax.device_put(np.int32(version), placement.everywhere(self._mesh))

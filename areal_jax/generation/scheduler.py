@@ -161,20 +161,26 @@ class Scheduler:
         self._commands.put(lambda: self._finish(ticket, sample))
 
     def update_weights(
-        self, params: Mapping[str, np.ndarray | jax.Array], version: int, on_update: OnUpdate | None = None
+        self,
+        params: Mapping[str, np.ndarray | jax.Array],
+        version: int,
+        on_update: OnUpdate | None = None,
+        confirm: Callable[[], object] = lambda: None,
     ) -> Future[float]:
         """Takes new weights at the next dispatch boundary; the future gives the seconds that decoding stood still.
 
         They load beside the old ones, in this thread; without `double_buffer` in their place, in the engine's, and
         `params` must stay as they are until then. Raises ValueError, and changes nothing, when names, shapes or dtypes
         differ or the version is not newer than the one held. All of that is known before an old array is freed: what
-        can still fail then is the placing itself, and it ends the server, which has no weights any more.
+        can still fail then is the placing itself, and it ends the server, which has no weights any more. Of `confirm`,
+        which is called before they are used, an error says that they must not be.
         """
         request_checks.check_weights(params, version, self._engine)
         self._check_version(version)
         load: Load = functools.partial(self._engine.load, params, version)
         if self._double_buffer:
             load = _already(load())
+        confirm()
         future: Future[float] = Future()
         with self._lock:
             self._check_alive()

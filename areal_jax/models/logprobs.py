@@ -99,10 +99,11 @@ def _in_chunks(
     filled = (0, C * width - L)
     hidden_RLD = jnp.pad(hidden_RLD, ((0, 0), filled, (0, 0)))
     next_RL = jnp.pad(jnp.roll(tokens_RL, -1, axis=1), ((0, 0), filled))
+    dtype, head_weights = head_weights.dtype, head_weights.astype(jnp.float32)  # as which the chunks' gradients add up
 
     @jax.checkpoint
     def one_chunk(hidden_RWD: Array, targets_RW: Array) -> tuple[Array, Array]:
-        logits_RWV = model.logits_by(head_weights, hidden_RWD)
+        logits_RWV = model.logits_by(head_weights.astype(dtype), hidden_RWD)
         return from_logits_of(model, logits_RWV, targets_RW, temperature=temperature)
 
     # Chunks run along the row, so that the rows stay where they are sharded.

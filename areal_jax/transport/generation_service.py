@@ -7,7 +7,7 @@ them over; a weight update's stall or the text of its error. Waits for the sched
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Protocol
 
 import grpc
@@ -35,7 +35,11 @@ class Scheduler(Protocol):
     def cancel(self, ticket: int) -> None: ...
 
     def update_weights(
-        self, params: Mapping[str, np.ndarray], version: int, on_update: Any = None
+        self,
+        params: Mapping[str, np.ndarray],
+        version: int,
+        on_update: Any = None,
+        confirm: Callable[[], object] = lambda: None,
     ) -> Future[float]: ...
 
     def status(self) -> dict[str, float]: ...
@@ -128,15 +132,32 @@ class GenerationServicer(pb_grpc.GenerationServicer):
 
     def _load(self, request: pb.UpdateWeightsRequest) -> Future[float]:
         if request.source:
-            version, params = clients.fetch_weights(
-                request.source, version=request.version, checksum=request.checksum, token=self._token
+            return self._update(
+                request,
+                *clients.fetch_weights(
+                    request.source, version=request.version, checksum=request.checksum, token=self._token
+                ),
             )
-        else:
-            version, params = weights.read_weights(request.path, request.checksum)
+        version, params, check = weights.map_weights(request.path, request.checksum)
+        with ThreadPoolExecutor(1) as beside:  # all bytes are read for the check, and none to hand them to a CPU device
+            checked = beside.submit(check)
+            try:
+                return self._update(request, version, params, checked.result)
+            except ValueError:
+                checked.result()  # of torn weights that is what there is to say
+                raise
+
+    def _update(
+        self,
+        request: pb.UpdateWeightsRequest,
+        version: int,
+        params: Mapping[str, np.ndarray],
+        confirm: Callable[[], object] = lambda: None,
+    ) -> Future[float]:
         if version != request.version:
             raise ValueError(f"version {request.version} was announced, but these are the weights of version {version}")
         on_update = pb.OnUpdate.Name(request.on_update).lower() if request.on_update else None
-        return self._scheduler.update_weights(params, version, on_update)
+        return self._scheduler.update_weights(params, version, on_update, confirm)
 
     async def Status(self, request: pb.StatusRequest, context: Any) -> pb.StatusReply:
         return pb.StatusReply(values=self._scheduler.status())

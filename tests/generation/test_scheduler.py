@@ -159,6 +159,12 @@ def test_a_wrong_update_is_refused_and_the_old_version_stays(scheduler):
         scheduler.update_weights(wrong, 1)
     with pytest.raises(ValueError, match="version 0 is not newer"):
         scheduler.update_weights(params_of(1), 0)
+
+    def torn():
+        raise ValueError("torn")
+
+    with pytest.raises(ValueError, match="torn"):
+        scheduler.update_weights(params_of(1), 1, confirm=torn)
     after = ask(scheduler, 1).result()[0]
     np.testing.assert_array_equal(after.tokens, before.tokens)
     assert (after.versions == 0).all()

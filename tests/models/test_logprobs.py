@@ -1,3 +1,5 @@
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -49,6 +51,22 @@ def test_chunks_give_the_full_computation_and_its_gradient(chunk):
     theirs = weighted(lambda m, h: full(m, h, tokens, 0.7))
     for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
+
+
+def test_in_bfloat16_the_gradient_of_the_head_adds_up_in_float32():
+    """The same token 1,024 times, one chunk each: in bfloat16 a sum stays where it is from 256 times a term on."""
+    config = dataclasses.replace(CONFIG, tied_embeddings=True)
+    params = {name: p.astype(jnp.bfloat16) for name, p in init_params(config, jax.random.key(0)).items()}
+    hidden = jnp.broadcast_to(batch()[0][:1, :1].astype(jnp.bfloat16), (1, 1025, config.d_model))
+
+    def gradient(chunk):
+        def loss(embedding):
+            model = bind(graph(config), params | {"embedding": embedding})
+            return token_logprobs(model, hidden, jnp.zeros((1, 1025), jnp.int32), temperature=1.0, chunk=chunk)[0].sum()
+
+        return jax.jit(jax.grad(loss))(params["embedding"]).astype(jnp.float32)
+
+    np.testing.assert_allclose(gradient(1), gradient(1025), rtol=2e-2, atol=2.0)
 
 
 @pytest.mark.parametrize("temperature", [0.1, 1.0, 10.0])

@@ -581,7 +581,7 @@ def test_a_server_that_hangs_fails_the_push_within_its_timeout(tmp_path):
     swap = Future()  # never done
 
     class Hanging(FakeScheduler):
-        def update_weights(self, params, version, on_update=None):
+        def update_weights(self, params, version, on_update=None, confirm=None):
             return swap
 
     server = serve_fake(Hanging())
@@ -607,8 +607,8 @@ def test_an_update_whose_reply_was_lost_is_no_failure(tmp_path):
     """The server loads the version and the connection breaks before it says so."""
 
     class Dying(FakeScheduler):
-        def update_weights(self, params, version, on_update=None):
-            super().update_weights(params, version, on_update)
+        def update_weights(self, params, version, on_update=None, confirm=lambda: None):
+            super().update_weights(params, version, on_update, confirm)
             # Once the call waits for the swap: one that grpc.aio cancels while it is being set up gets no status.
             threading.Timer(0.3, server.stop).start()
             return Future()
