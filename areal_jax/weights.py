@@ -3,7 +3,7 @@
 In: a copy of the parameters after a step, as `{canonical name: array}`. Out: one safetensors file per version, named by
 version and checksum, that appears whole or not at all; servers map it (same host) or fetch its bytes (other hosts).
 The trainer's loop calls `Publisher.publish` and waits only for the publish before; a thread copies, writes, pushes and
-announces. Servers call `read_weights` or `parse_weights`, and refuse bytes whose checksum is another.
+announces. Servers call `map_weights` or `parse_weights`, and refuse bytes whose checksum is another.
 """
 
 import contextlib

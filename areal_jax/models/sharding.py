@@ -2,6 +2,8 @@
 
 `data` holds copies of the model, `fsdp` splits every parameter along its model axis, `tensor` splits heads,
 feed-forward and vocabulary. Rows of a batch are split over data and fsdp together. One device is the mesh 1 x 1 x 1.
+No axis splits the tokens of a row: attention's memory grows with a row and not with its square, so that what bounds the
+length of a row on one device is its activations, of which `trainer.remat` keeps as few as one per layer and token.
 """
 
 import re
