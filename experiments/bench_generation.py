@@ -12,7 +12,9 @@ part that ran before into the same DIR is kept, so the benchmark can run in piec
     huggingface  output tokens per second over those of `transformers.generate`, same weights, prompts, lengths and
                  dtype, both greedy; how it is made as fast as it gets is in bench_huggingface.py (pip install torch
                  transformers). All dtypes take turns.
-    static       continuous batching over waves of the same engine, each waiting for its last
+    static       continuous batching over waves of the same engine, each waiting for its last: a batch keeps its width,
+                 as it does where batching is static. `vs_static_narrow` is over waves that go on in the narrow step
+                 (`generation.slot_buckets`) when few are left
     bound        time per decode step over what memory and arithmetic allow (bench_bound.py), and where the rest goes;
                  the step's products with weights alone, by XLA and by other libraries (bench_products.py)
     swap         stall of an update in decode steps; tokens per second with one every 2 s over those with none
@@ -134,11 +136,20 @@ def agreement(answers: Mapping[int, list[int]], theirs: Any) -> str:
 
 
 def measure_static(bench: Bench, seconds: float) -> dict[str, Any]:
-    with serving(bench, bench.slots, bench.longest) as scheduler:
-        calls = {"continuous": lambda: continuous(bench, scheduler), "static": lambda: static(bench, scheduler)}
+    slots, longest = bench.slots, bench.longest
+    with serving(bench, slots, longest) as own, serving(bench, slots, longest, slot_buckets=(slots,)) as full_width:
+        calls = {
+            "continuous": lambda: continuous(bench, own),
+            "static": lambda: static(bench, full_width),
+            "static_narrow": lambda: static(bench, own),
+        }
         found = take_turns(calls, seconds, rounds=3)
     middle = medians(found)
-    return {"vs_static": middle["static"] / middle["continuous"], "static": {"slots": bench.slots, "seconds": found}}
+    return {
+        "vs_static": middle["static"] / middle["continuous"],
+        "vs_static_narrow": middle["static_narrow"] / middle["continuous"],
+        "static": {"slots": slots, "seconds": found},
+    }
 
 
 def measure_bound(bench: Bench, seconds: float) -> dict[str, Any]:
@@ -206,7 +217,10 @@ def rows(found: dict[str, Any]) -> list[str]:
             f"threads; same first tokens in {theirs['same_first_tokens']})"
         )
     if "vs_static" in found:
-        lines.append(f"  over static batching {found['vs_static']:.2f} ({found['static']['slots']} slots)")
+        lines.append(
+            f"  over static batching {found['vs_static']:.2f} ({found['static']['slots']} slots; "
+            f"{found['vs_static_narrow']:.2f} over waves that end in the narrow step)"
+        )
     for batch, f in found.get("bound", {}).items():
         shares = ", ".join(f"{part} {ms:.2f}" for part, ms in f["parts_ms"].items())
         lines.append(

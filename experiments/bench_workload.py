@@ -72,8 +72,12 @@ class Bench:
     def longest(self) -> int:
         return self.prompt_tokens + int(self.lengths.max())
 
-    def engine(self, slots: int, max_length: int, buckets: tuple[int, ...] = ()) -> Engine:
-        options = EngineOptions(slots=slots, max_length=max_length, length_buckets=buckets, dtype=self.dtype)
+    def engine(
+        self, slots: int, max_length: int, buckets: tuple[int, ...] = (), slot_buckets: tuple[int, ...] = ()
+    ) -> Engine:
+        options = EngineOptions(
+            slots=slots, max_length=max_length, length_buckets=buckets, slot_buckets=slot_buckets, dtype=self.dtype
+        )
         return Engine(self.config, options)
 
 
@@ -105,9 +109,9 @@ def tail(lengths: Sequence[int] | np.ndarray) -> float:
 
 
 @contextlib.contextmanager
-def serving(bench: Bench, slots: int, max_length: int) -> Iterator[Scheduler]:
+def serving(bench: Bench, slots: int, max_length: int, slot_buckets: tuple[int, ...] = ()) -> Iterator[Scheduler]:
     """A scheduler that has compiled everything and runs."""
-    engine = bench.engine(slots, max_length)
+    engine = bench.engine(slots, max_length, slot_buckets=slot_buckets)
     weights = engine.load(bench.params, 0)
     engine.warm_up(weights)
     scheduler = Scheduler(engine, weights, max_waiting=10**6)

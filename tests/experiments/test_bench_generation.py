@@ -54,12 +54,13 @@ def test_memory_agrees_with_arithmetic():
 
 
 def test_a_table_shows_what_was_measured_and_nothing_else():
-    measured = {"memory": {"cache_bytes_per_token": 1024}, "vs_static": 2.5, "static": {"slots": 4}}
+    static = {"vs_static": 2.5, "vs_static_narrow": 2.0, "static": {"slots": 4}}
+    measured = {"memory": {"cache_bytes_per_token": 1024}, **static}
     results = {"default": {"dtype": "float32", "vs_static": 2.5, "float32": measured}}
     assert bench_generation.table(results).splitlines()[1:] == [
         "default, float32",
         "  cache: 1,024 bytes per slot and token, as computed",
-        "  over static batching 2.50 (4 slots)",
+        "  over static batching 2.50 (4 slots; 2.00 over waves that end in the narrow step)",
     ]
 
 
