@@ -1,12 +1,15 @@
 """Every test sees eight fake CPU devices; compiled programs are kept in .cache/jax of the checkout between runs."""
 
+import gc
 import os
 import pathlib
 import socket
+import sys
 from collections.abc import Iterator
 
 import pytest
 
+MOST_MAPS = 25_000  # after a module; one of them adds up to about 10,000
 CACHE = pathlib.Path(__file__).parents[1] / ".cache" / "jax"
 
 # Before the first import of jax, and inherited by the processes that tests start.
@@ -23,6 +26,19 @@ FLAGS = {
 for flag, value in FLAGS.items():
     if flag not in os.environ.get("XLA_FLAGS", ""):
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --{flag}={value}"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _forgotten_programs() -> Iterator[None]:
+    """Frees compiled programs before they are too many for one process.
+
+    Each takes maps of memory, of which Linux gives a process 65,530; then jaxlib ends in a segmentation fault.
+    """
+    yield
+    maps = pathlib.Path("/proc/self/maps")
+    if "jax" in sys.modules and maps.exists() and len(maps.read_text().splitlines()) > MOST_MAPS:
+        sys.modules["jax"].clear_caches()
+        gc.collect()
 
 
 @pytest.fixture(scope="module")
