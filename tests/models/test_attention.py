@@ -18,6 +18,8 @@ from areal_jax.models.attention import PLAIN, Kernel, Kernels, causal_attention,
 from areal_jax.models.kv_cache import HEADS_FIRST, IN_PIECES, CacheLayout, LayerCache
 from areal_jax.models.transformer import TransformerConfig, bind, graph, init_params
 
+pytestmark = pytest.mark.usefixtures("quickly_compiled")
+
 ONE = sharding.make_mesh({"data": 1, "fsdp": 1, "tensor": 1}, jax.devices()[:1])
 MANY = sharding.make_mesh({"data": 2, "fsdp": 1, "tensor": 2}, jax.devices()[:4])
 TAKES_ALL = lambda query, key: ""  # noqa: E731

@@ -18,6 +18,8 @@ from areal_jax.trainer import loop, lora, state, step
 from areal_jax.trainer.checkpoint import Checkpoints, SavedParams
 from tests.trainer import test_loop, test_state
 
+pytestmark = pytest.mark.usefixtures("quickly_compiled")
+
 LORA = ModelConfig(lora=LoraConfig(rank=2, alpha=6.0))
 FREEZE = ModelConfig(freeze=("embedding", r".*norm\.scale", r"layers\.0\.feed_forward\..*"))
 LENGTH, BUDGET = 32, 128  # four rows: one for each part that a mesh of (2, 2, 2) splits them into

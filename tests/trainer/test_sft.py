@@ -11,6 +11,8 @@ from areal_jax.trainer import sft, state, step
 from areal_jax.trainer.checkpoint import SavedParams
 from areal_jax.types import Example
 
+pytestmark = pytest.mark.usefixtures("quickly_compiled")
+
 CONFIG = TrainerConfig(token_budget=256, optimizer=OptimizerConfig(lr=3e-2, warmup_fraction=0.1))
 EXAMPLES = [([a, b], [(a + b) % 30, 31]) for a in range(4) for b in range(4)]
 

@@ -13,6 +13,8 @@ from areal_jax.models import logprobs, transformer
 from areal_jax.trainer import step
 from areal_jax.trainer.state import copies, initial_state
 
+pytestmark = pytest.mark.usefixtures("quickly_compiled")
+
 LENGTH, BUDGET = 32, 64  # two rows of 32 tokens on one device
 
 
