@@ -2,7 +2,7 @@
 
 XLA's CPU backend takes memory for what lies between the inputs and the results of a program, and for the operands of
 every product as it packs them, and frees it at once. The C library gives it back to the kernel, which clears every page
-before it hands it out again: a fifth of the processor time of a training step.
+before it hands it out again, which takes a good part of a training step.
 """
 
 import ctypes

@@ -18,7 +18,7 @@ from areal_jax.transport import areal_pb2_grpc as pb_grpc
 from areal_jax.transport import codec
 from areal_jax.weights import find_weights, open_weights
 
-PIECE_BYTES = 1 << 19  # of weights per message: twice or half as many arrive more slowly
+PIECE_BYTES = 1 << 19  # of weights per message
 POLL_S = 0.5  # how late a call that waits notices that its caller is gone
 
 

@@ -34,10 +34,10 @@ def full(model, hidden, tokens, temperature):
     return jnp.pad(chosen, ((0, 0), (1, 0))), jnp.pad(entropy, ((0, 0), (1, 0)))
 
 
-@pytest.mark.parametrize("chunk", [1, 8, 10, 12, 48, 1000])
+@pytest.mark.parametrize("chunk", [1, 8, 12, 48, 1000])
 def test_chunks_give_the_full_computation_and_its_gradient(chunk):
     params = init_params(CONFIG, jax.random.key(0))
-    hidden, tokens = batch()
+    hidden, tokens = batch(L=13)  # chunks of equal size do not fill up such a row
     weights = jax.random.normal(jax.random.key(3), tokens.shape)
 
     def weighted(compute):

@@ -309,7 +309,9 @@ def test_beyond_loopback_a_token_is_needed(serve, host):
 @SERVE
 @pytest.mark.parametrize("host", ["localhost", "127.0.0.2"])
 def test_loopback_needs_no_token(serve, host):
-    serve(f"{host}:0").stop()
+    server = serve(f"{host}:0")
+    assert server.address.startswith(f"{host}:")
+    server.stop()
 
 
 @SERVE
