@@ -53,15 +53,42 @@ def sample(
     Only tokens whose logit is at least `least_S` have a part in it (-inf: all). Temperature 0 takes the most likely
     token and gives its log-probability at temperature 1. `positions_S` is the place of the drawn token in its sequence.
     """
-    greedy_S = temperatures_S == 0.0
-    kept_SV = jnp.where(logits_SV < least_S[:, None], -jnp.inf, logits_SV)
-    logprobs_SV = jax.nn.log_softmax(kept_SV / jnp.where(greedy_S, 1.0, temperatures_S)[:, None])
     uniforms_S = jax.vmap(lambda data, at: jax.random.uniform(jax.random.fold_in(jax.random.wrap_key_data(data), at)))(
         keys_S2, positions_S
     )
-    drawn_S = inverse_cdf(jnp.exp(logprobs_SV), uniforms_S)
-    tokens_S = jnp.where(greedy_S, jnp.argmax(logits_SV, axis=-1), drawn_S)
-    return tokens_S, jnp.take_along_axis(logprobs_SV, tokens_S[:, None], axis=-1)[:, 0]
+    return sample_at(logits_SV, least_S, uniforms_S, temperatures_S)
+
+
+def sample_at(logits_SV: Array, least_S: Array, uniforms_S: Array, temperatures_S: Array) -> tuple[Array, Array]:
+    """As `sample`, for given numbers between 0 and 1: the token at which the cumulative probability passes its number.
+
+    First its block, then its place there. The vocabulary is gone over twice, for the highest logit
+    and for the mass of each block, and nothing of its size is written.
+    """
+    S, V = logits_SV.shape
+    greedy_S = temperatures_S == 0.0
+    filled_SV = jnp.pad(logits_SV, ((0, 0), (0, -V % BLOCK)), constant_values=-jnp.inf)
+    blocks_SNW = filled_SV.reshape(S, -1, BLOCK)
+    most_SN = blocks_SNW.max(-1)
+    most_S = most_SN.max(-1)
+
+    def scaled(logits: Array) -> Array:
+        """Log-probabilities up to a constant of each slot: 0 for its most likely token."""
+        per_slot = (S, *[1] * (logits.ndim - 1))
+        return (logits - most_S.reshape(per_slot)) / jnp.where(greedy_S, 1.0, temperatures_S).reshape(per_slot)
+
+    def masses(logits: Array) -> Array:
+        barred = logits < least_S.reshape(S, *[1] * (logits.ndim - 1))
+        return jnp.where(barred, 0.0, jnp.exp(scaled(logits)))
+
+    masses_SN = masses(blocks_SNW).sum(-1)
+    total_S = masses_SN.sum(-1)
+    block_S, rest_S = _passing(masses_SN, uniforms_S * total_S)
+    block_S = jnp.where(greedy_S, jnp.argmax(most_SN, axis=-1), block_S)
+    chosen_SW = jnp.take_along_axis(blocks_SNW, block_S[:, None, None], axis=1)[:, 0]
+    place_S = jnp.where(greedy_S, jnp.argmax(chosen_SW, axis=-1), _passing(masses(chosen_SW), rest_S)[0])
+    chosen_S = jnp.take_along_axis(chosen_SW, place_S[:, None], axis=-1)[:, 0]
+    return block_S * BLOCK + place_S, scaled(chosen_S) - jnp.log(total_S)
 
 
 def without_tokens(logits_SV: Array, tokens_SE: Array, slots_S: Array) -> Array:
@@ -147,20 +174,13 @@ def _from_ordered(integers: Array) -> Array:
     return jax.lax.bitcast_convert_type(jnp.where(integers < 0, integers ^ 0x7FFFFFFF, integers), jnp.float32)
 
 
-def inverse_cdf(probabilities_SV: Array, uniforms_S: Array) -> Array:
-    """The token at which the cumulative probability passes `uniform`: first its block, then its place there."""
-    S, V = probabilities_SV.shape
-    blocks_SNW = jnp.pad(probabilities_SV, ((0, 0), (0, -V % BLOCK))).reshape(S, -1, BLOCK)
-    masses_SN = blocks_SNW.sum(-1)
-    cumulative_SN = jnp.cumsum(masses_SN, axis=-1)
-    goal_S = uniforms_S * cumulative_SN[:, -1]  # the total is 1 up to rounding
-    block_S = _passes(masses_SN, cumulative_SN, goal_S)
-    before_S = jnp.take_along_axis(jnp.pad(cumulative_SN, ((0, 0), (1, 0))), block_S[:, None], axis=-1)[:, 0]
-    chosen_SW = jnp.take_along_axis(blocks_SNW, block_S[:, None, None], axis=1)[:, 0]
-    return block_S * BLOCK + _passes(chosen_SW, jnp.cumsum(chosen_SW, axis=-1), goal_S - before_S)
+def _passing(masses: Array, goal_S: Array) -> tuple[Array, Array]:
+    """Index of the mass with which the cumulative sum passes the goal, and how much of the goal is left before it.
 
-
-def _passes(masses: Array, cumulative: Array, goal_S: Array) -> Array:
-    """Index of the first cumulative sum above the goal; where rounding leaves none, of the last mass that is not 0."""
+    Where rounding leaves none, the last mass that is not 0.
+    """
+    cumulative = jnp.cumsum(masses, axis=-1)
     last_S = masses.shape[-1] - 1 - jnp.argmax(masses[:, ::-1] > 0, axis=-1)
-    return jnp.minimum(jnp.sum(cumulative <= goal_S[:, None], axis=-1), last_S)
+    index_S = jnp.minimum(jnp.sum(cumulative <= goal_S[:, None], axis=-1), last_S)
+    before_S = jnp.take_along_axis(jnp.pad(cumulative, ((0, 0), (1, 0))), index_S[:, None], axis=-1)[:, 0]
+    return index_S, goal_S - before_S

@@ -11,10 +11,13 @@ import functools
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AbstractMesh, Mesh
 
 from areal_jax.models import sharding
 from areal_jax.models.transformer import Transformer
+
+SUMS = "sums over the vocabulary"  # what `jax.checkpoint` calls those that the backward pass needs, a number per token
 
 
 def from_logits(logits: Array, tokens: Array, *, temperature: float | Array) -> tuple[Array, Array]:
@@ -24,14 +27,41 @@ def from_logits(logits: Array, tokens: Array, *, temperature: float | Array) -> 
     """
     # A temperature below 1 takes finfo.min to -inf; a loss mask of 0 does not undo that.
     scaled = jnp.maximum(logits.astype(jnp.float32) / temperature, jnp.finfo(jnp.float32).min)
-    log_z = jax.nn.logsumexp(scaled, axis=-1)
+    return _of_scaled(scaled, tokens)
+
+
+@jax.custom_vjp
+def _of_scaled(scaled: Array, tokens: Array) -> tuple[Array, Array]:
+    """`from_logits` at temperature 1. Its gradient needs two sums per token, which `jax.checkpoint` keeps."""
+    return _of_scaled_forward(scaled, tokens)[0]
+
+
+def _of_scaled_forward(scaled: Array, tokens: Array) -> tuple[tuple[Array, Array], tuple[Array, ...]]:
+    log_z = checkpoint_name(jax.nn.logsumexp(scaled, axis=-1), SUMS)
     # A masked sum rather than a gather: it stays local when the vocabulary is sharded.
-    ids = jax.lax.broadcasted_iota(jnp.int32, scaled.shape, scaled.ndim - 1)
-    chosen = jnp.sum(jnp.where(ids == tokens[..., None], scaled, 0.0), axis=-1)
+    chosen = jnp.sum(jnp.where(_is_token(scaled, tokens), scaled, 0.0), axis=-1)
     probabilities = jnp.exp(scaled - log_z[..., None])
-    # The gradient multiplies by this factor: what is near finfo.min would overflow, and 0 * -inf is NaN.
-    entropy = log_z - jnp.sum(probabilities * jnp.where(probabilities > 0, scaled, 0.0), axis=-1)
-    return chosen - log_z, entropy
+    # XLA's CPU backend takes a bare sum of products for a product of two vectors, ten times as slow.
+    mean = jnp.sum(jnp.where(probabilities > 0, probabilities * scaled, 0.0), axis=-1)
+    mean = checkpoint_name(mean, SUMS)
+    return (chosen - log_z, log_z - mean), (scaled, tokens, log_z, mean)
+
+
+def _of_scaled_backward(saved: tuple[Array, ...], gradients: tuple[Array, Array]) -> tuple[Array, None]:
+    """With p the probabilities and s the scaled logits: 1 - p at the token, else -p; and p (mean s - s)."""
+    scaled, tokens, log_z, mean = saved
+    of_logprob, of_entropy = (gradient[..., None] for gradient in gradients)
+    probabilities = jnp.exp(scaled - log_z[..., None])
+    away = jnp.where(probabilities > 0, mean[..., None] - scaled, 0.0)
+    return of_logprob * (_is_token(scaled, tokens) - probabilities) + of_entropy * probabilities * away, None
+
+
+def _is_token(logits: Array, tokens: Array) -> Array:
+    """Where along the vocabulary each token is, [..., V] bool."""
+    return jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1) == tokens[..., None]
+
+
+_of_scaled.defvjp(_of_scaled_forward, _of_scaled_backward)
 
 
 def from_logits_of(
@@ -101,7 +131,7 @@ def _in_chunks(
     next_RL = jnp.pad(jnp.roll(tokens_RL, -1, axis=1), ((0, 0), filled))
     dtype, head_weights = head_weights.dtype, head_weights.astype(jnp.float32)  # as which the chunks' gradients add up
 
-    @jax.checkpoint
+    @functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.save_only_these_names(SUMS))
     def one_chunk(hidden_RWD: Array, targets_RW: Array) -> tuple[Array, Array]:
         logits_RWV = model.logits_by(head_weights.astype(dtype), hidden_RWD)
         return from_logits_of(model, logits_RWV, targets_RW, temperature=temperature)

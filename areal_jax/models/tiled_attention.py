@@ -20,6 +20,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from areal_jax.models.products import sum_of_products
+
 HIDDEN = jnp.finfo(jnp.float32).min / 2  # a score that adds nothing beside any other; differences of two are finite
 
 
@@ -43,9 +45,9 @@ def _backward(tile: int, residuals: tuple[Array, ...], gradient_BLNH: Array) -> 
     query_BLNH, key_BLKH, value_BLKH, begins_BL, out_BLNH, log_z_BKGL = residuals
     query_BKGLH, key_BKLH, value_BKLH = _by_head(query_BLNH, key_BLKH, value_BLKH, tile)
     gradient_BKGLH = _by_head(gradient_BLNH, key_BLKH, value_BLKH, tile)[0]
-    out_BKGLH = _by_head(out_BLNH, key_BLKH, value_BLKH, tile)[0]
     # What a row of the softmax's Jacobian subtracts: the mean of the weights' gradients under the weights.
-    mean_BKGL = jnp.sum(out_BKGLH.astype(jnp.float32) * gradient_BKGLH.astype(jnp.float32), axis=-1)
+    mean_BLN1 = sum_of_products(out_BLNH, gradient_BLNH)[..., None]
+    mean_BKGL = _by_head(mean_BLN1, key_BLKH, value_BLKH, tile)[0][..., 0]
     rows = (query_BKGLH, key_BKLH, value_BKLH, begins_BL, gradient_BKGLH, log_z_BKGL, mean_BKGL)
     found = _map(functools.partial(_gradients_of_row, tile=tile), rows)
     shapes = (query_BLNH.shape, key_BLKH.shape, value_BLKH.shape)

@@ -31,7 +31,13 @@ from jax import Array
 
 from areal_jax.models import attention
 from areal_jax.models.attention import PLAIN, Kernels
-from areal_jax.models.products import ROUNDED, product, product_in_float32
+from areal_jax.models.products import (
+    ROUNDED,
+    product,
+    product_in_float32,
+    sum_of_products,
+    sum_over_tokens,
+)
 
 Params = dict[str, Array]
 AnyArray = TypeVar("AnyArray", np.ndarray, Array)
@@ -113,9 +119,31 @@ class RMSNorm(nnx.Module):
         self.eps = eps
 
     def __call__(self, x: Array) -> Array:
-        x32 = x.astype(jnp.float32)
-        normed = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + self.eps)
-        return self.scale[...] * normed.astype(x.dtype)
+        return _rms_norm(self.eps, x, self.scale[...])
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _rms_norm(eps: float, x: Array, scale: Array) -> Array:
+    return _rms_norm_forward(eps, x, scale)[0]
+
+
+def _rms_norm_forward(eps: float, x: Array, scale: Array) -> tuple[Array, tuple[Array, Array, Array]]:
+    x32 = x.astype(jnp.float32)
+    inverse = jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
+    return scale * (x32 * inverse).astype(x.dtype), (x, scale, inverse)
+
+
+def _rms_norm_backward(eps: float, saved: tuple[Array, Array, Array], out: Array) -> tuple[Array, Array]:
+    """With n = x / rms(x): dx = (g - n mean(g n)) / rms(x), where g = scale * dy, and dscale = sum dy n."""
+    x, scale, inverse = saved
+    normed = x.astype(jnp.float32) * inverse
+    inward = (scale * out).astype(jnp.float32)
+    mean = sum_of_products(inward, normed)[..., None] / x.shape[-1]
+    dscale = sum_over_tokens(out.astype(jnp.float32) * normed)
+    return (inverse * (inward - normed * mean)).astype(x.dtype), dscale.astype(scale.dtype)
+
+
+_rms_norm.defvjp(_rms_norm_forward, _rms_norm_backward)
 
 
 class Projection(nnx.Module):

@@ -8,11 +8,11 @@ import pytest
 from areal_jax.generation.sampling import (
     BLOCK,
     Truncation,
-    inverse_cdf,
     least_logits,
     no_truncation,
     request_keys,
     sample,
+    sample_at,
     without_tokens,
 )
 
@@ -45,23 +45,38 @@ def test_frequencies_are_the_probabilities():
     np.testing.assert_array_less(np.abs(np.bincount(tokens, minlength=5) / n - expected), 4 * np.sqrt(expected / n))
 
 
-def test_inverse_cdf_is_the_plain_one():
+def at(logits, uniforms, temperatures=None) -> tuple[np.ndarray, np.ndarray]:
+    """What `sample_at` draws where all tokens may be drawn."""
+    S = len(uniforms)
+    temperatures = jnp.ones(S) if temperatures is None else jnp.asarray(temperatures)
+    tokens, logprobs = sample_at(jnp.asarray(logits), jnp.full(S, -jnp.inf), jnp.asarray(uniforms), temperatures)
+    return np.asarray(tokens), np.asarray(logprobs)
+
+
+def test_what_is_drawn_is_the_plain_inverse_of_the_cumulative_sum():
     """The slow twin: one cumulative sum over the whole vocabulary, in float64."""
     rng = np.random.default_rng(0)
-    probabilities = rng.dirichlet(np.full(3 * BLOCK + 17, 0.05), 64).astype(np.float32)
+    logits = 3 * rng.normal(size=(64, 3 * BLOCK + 17)).astype(np.float32)
     uniforms = rng.random(64).astype(np.float32)
-    cumulative = np.cumsum(probabilities.astype(np.float64), axis=1)
+    temperatures = rng.choice([0.5, 1.0, 1.7], 64).astype(np.float32)
+    logprobs = jax.nn.log_softmax(logits.astype(np.float64) / temperatures[:, None])
+    cumulative = np.cumsum(np.exp(np.asarray(logprobs, np.float64)), axis=1)
     expected = (cumulative <= uniforms[:, None] * cumulative[:, -1:]).sum(1)
-    assert (
-        np.asarray(inverse_cdf(jnp.asarray(probabilities), jnp.asarray(uniforms))) == expected
-    ).mean() > 0.95  # rounding at edges
+    tokens, found = at(logits, uniforms, temperatures)
+    assert (tokens == expected).mean() > 0.95  # rounding at edges
+    np.testing.assert_allclose(found, np.take_along_axis(np.asarray(logprobs), tokens[:, None], 1)[:, 0], atol=2e-6)
 
 
 def test_a_token_without_probability_is_never_drawn():
-    probabilities = np.zeros((3, BLOCK + 8), np.float32)
-    probabilities[:, [5, BLOCK - 2]] = 0.5
-    uniforms = jnp.array([0.0, 0.49999997, 1.0])
-    assert inverse_cdf(jnp.asarray(probabilities), uniforms).tolist() == [5, 5, BLOCK - 2]
+    logits = np.full((3, BLOCK + 8), -np.inf, np.float32)
+    logits[:, [5, BLOCK - 2]] = np.log(0.5)
+    assert at(logits, [0.0, 0.49999997, 1.0])[0].tolist() == [5, 5, BLOCK - 2]
+
+
+def test_of_equally_likely_tokens_temperature_zero_takes_the_first():
+    logits = np.zeros((2, 2 * BLOCK), np.float32)
+    logits[0, [7, 9, BLOCK + 3]] = logits[1, [BLOCK + 3, BLOCK + 4]] = 1.0
+    assert at(logits, [0.9, 0.9], [0.0, 0.0])[0].tolist() == logits.argmax(-1).tolist() == [7, BLOCK + 3]
 
 
 def test_temperature_zero_takes_the_most_likely_token():
@@ -189,14 +204,17 @@ def test_a_slot_that_truncates_changes_not_one_bit_of_the_others():
     def plain(logits):
         logprobs = jax.nn.log_softmax(logits / jnp.where(temperatures == 0, 1.0, temperatures)[:, None])
         uniforms = jax.vmap(lambda key: jax.random.uniform(jax.random.fold_in(jax.random.wrap_key_data(key), 0)))(keys)
-        tokens = jnp.where(temperatures == 0, logits.argmax(-1), inverse_cdf(jnp.exp(logprobs), uniforms))
+        cumulative = jnp.cumsum(jnp.exp(logprobs), axis=-1)
+        drawn = jnp.sum(cumulative <= uniforms[:, None] * cumulative[:, -1:], axis=-1)
+        tokens = jnp.where(temperatures == 0, logits.argmax(-1), drawn)
         return tokens, jnp.take_along_axis(logprobs, tokens[:, None], axis=-1)[:, 0]
 
     beside = no_truncation(n)
     beside.top_k[0], beside.top_p[0], beside.min_p[0] = 3, 0.5, 0.1
     alone, together = drawn(logits, no_truncation(n)), drawn(logits, beside)
-    for mine, theirs in zip(alone, plain(logits), strict=True):
-        np.testing.assert_array_equal(mine, theirs)
+    tokens, logprobs = plain(logits)
+    np.testing.assert_array_equal(alone[0], tokens)
+    np.testing.assert_allclose(alone[1], logprobs, atol=2e-6)
     for mine, theirs in zip(together, alone, strict=True):
         np.testing.assert_array_equal(mine[1:], theirs[1:])
     assert together[1][0] > alone[1][0]

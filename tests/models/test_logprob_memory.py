@@ -56,7 +56,7 @@ def test_the_measure_sees_the_logits_of_all_tokens():
 
 
 def test_the_measure_sees_chunks_that_the_backward_pass_keeps(monkeypatch):
-    monkeypatch.setattr(logprobs.jax, "checkpoint", lambda fn: fn)
+    monkeypatch.setattr(logprobs.jax, "checkpoint", lambda fn, policy: fn)
     assert of_tokens(CHUNK, both) >= EVERYTHING
 
 

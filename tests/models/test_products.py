@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from areal_jax.models import transformer
-from areal_jax.models.products import ROUNDED, product, product_in_float32
+from areal_jax.models.products import ROUNDED, product, product_in_float32, sum_of_products, sum_over_tokens
 from areal_jax.models.transformer import TransformerConfig
 
 SMALL = TransformerConfig(vocab_size=96, d_model=32, layers=2, heads=4, kv_heads=2, head_size=8, d_ff=64)
@@ -86,7 +86,12 @@ def test_products_of_a_training_step_are_of_bfloat16_with_float32_sums():
     found = [
         eqn for eqn in equations(jax.make_jaxpr(jax.grad(loss))(params).jaxpr) if eqn.primitive.name == "dot_general"
     ]
-    with_weights = [eqn for eqn in found if not eqn.params["dimension_numbers"][1][0]]  # attention's have batch axes
+    # Attention's have batch axes, and of a sum's one side is a vector of ones.
+    with_weights = [
+        eqn
+        for eqn in found
+        if not eqn.params["dimension_numbers"][1][0] and all(operand.aval.ndim > 1 for operand in eqn.invars)
+    ]
     assert len(with_weights) == 3 * 7 * SMALL.layers  # forward, and two backward; without the head
     for eqn in with_weights:
         assert [str(v.aval.dtype) for v in (*eqn.invars, *eqn.outvars)] == ["bfloat16", "bfloat16", "float32"], eqn
@@ -111,3 +116,14 @@ def equations(jaxpr):
                 inner = getattr(inner, "jaxpr", inner)
                 if hasattr(inner, "eqns"):
                     yield from equations(inner)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_sums_are_those_of_float64(dtype):
+    rng = np.random.default_rng(0)
+    left, right = rng.normal(size=(2, 3, 700, 24)).astype(dtype)
+    exact = left.astype(np.float64), right.astype(np.float64)
+    found = sum_of_products(left, right), sum_over_tokens(left)
+    for mine, theirs in zip(found, ((exact[0] * exact[1]).sum(-1), exact[0].sum((0, 1))), strict=True):
+        assert mine.dtype == jnp.float32 and mine.shape == theirs.shape
+        np.testing.assert_allclose(mine, theirs, atol=1e-5 * np.abs(theirs).max())

@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from areal_jax.generation import sampling
 from areal_jax.generation.engine import Engine, EngineOptions, empty_requests
@@ -14,6 +15,7 @@ from areal_jax.models.kv_cache import IN_PIECES
 from areal_jax.models.logprobs import from_logits, token_logprobs
 from areal_jax.models.safetensors_files import load_model
 from areal_jax.models.transformer import (
+    RMSNorm,
     TransformerConfig,
     bind,
     cast,
@@ -99,6 +101,29 @@ def test_rotation_depends_on_distance_only():
 
     np.testing.assert_allclose(score(3, 1), score(13, 11), rtol=1e-5)
     assert abs(score(3, 1) - score(3, 2)) > 1e-3
+
+
+@pytest.mark.parametrize("dtype, atol", [(jnp.float32, 2e-6), (jnp.bfloat16, 2e-2)])
+def test_a_norm_and_its_gradients_are_those_of_the_formula(dtype, atol):
+    """The slow twin: x / rms(x) * scale in float64, differentiated by JAX."""
+    rng = np.random.default_rng(0)
+    x, out = rng.normal(size=(2, 3, 5, 24)).astype(dtype)
+    scale = rng.normal(size=24).astype(dtype)
+    graphdef = nnx.split(RMSNorm(24, 1e-3))[0]
+
+    def ours(x, scale):
+        return nnx.merge(graphdef, {"scale": scale})(x)
+
+    def plain(x, scale):
+        return x / jnp.sqrt(jnp.mean(x * x, axis=-1, keepdims=True) + 1e-3) * scale
+
+    found = [ours(x, scale), *jax.vjp(ours, x, scale)[1](jnp.asarray(out))]
+    with jax.enable_x64():
+        exact = [np.asarray(array, np.float64) for array in (x, scale, out)]
+        expected = [plain(*exact[:2]), *jax.vjp(plain, *exact[:2])[1](jnp.asarray(exact[2]))]
+    for mine, theirs in zip(found, expected, strict=True):
+        assert mine.dtype == dtype
+        np.testing.assert_allclose(np.asarray(mine, np.float64), theirs, atol=atol * np.abs(theirs).max())
 
 
 def test_grouped_queries_are_repeated_keys():
