@@ -205,7 +205,7 @@ def parts(bench: Bench, run: Decoding, context: int, step: float, seconds: float
     query_SNH = jnp.ones((batch, bench.config.heads, bench.config.head_size), bench.dtype)
     logits_SV = jnp.ones((batch, bench.config.vocab_rows))
     programs: dict[str, tuple[Callable[..., Array], tuple[Any, ...]]] = {
-        "layer products": (layer_products, (hidden_SD, params)),
+        "layer products": (functools.partial(layer_products, bench.config), (hidden_SD, params)),
         "LM head": (functools.partial(head_product, model_graph), (hidden_SD, params)),
         "attention": (
             functools.partial(attention_of_layers, attended=context),
@@ -228,21 +228,24 @@ def repeated(part: Callable[..., Array], steps: int, carry: Array, *others: Any)
     return jax.lax.fori_loop(0, steps, lambda _, carry: part(carry, *others), carry)
 
 
-def layer_products(hidden_SD: Array, params: Params) -> Array:
-    """The product of every layer's kernel with rows of its own width."""
-    for name, kernel in params.items():
-        if name.endswith("kernel") and name.startswith("layers."):
-            contracted = 2 if name.endswith("attention.out.kernel") else 1
-            kernel_IO = kernel.reshape(math.prod(kernel.shape[:contracted]), -1)
-            inputs_SI = jnp.resize(hidden_SD, (hidden_SD.shape[0], kernel_IO.shape[0]))
-            mean = jnp.mean(product_in_float32(inputs_SI, kernel_IO, 1))
-            hidden_SD = (hidden_SD + 1e-9 * mean).astype(hidden_SD.dtype)
+def layer_products(config: TransformerConfig, hidden_SD: Array, params: Params) -> Array:
+    """The products of the layers, one after the other as they need each other, and as little as possible between."""
+
+    def of(name: str, x: Array, contracted: int = 1) -> Array:
+        return product_in_float32(x, params[f"layers.{name}.kernel"], contracted).astype(x.dtype)
+
+    for i in range(config.layers):
+        query_SNH, key_SKH, value_SKH = (of(f"{i}.attention.{name}", hidden_SD) for name in ("query", "key", "value"))
+        own_SNH = query_SNH + jnp.repeat(key_SKH + value_SKH, config.heads // config.kv_heads, axis=1)
+        hidden_SD = hidden_SD + 1e-3 * of(f"{i}.attention.out", own_SNH, 2)
+        inner_SF = of(f"{i}.feed_forward.gate", hidden_SD) * of(f"{i}.feed_forward.up", hidden_SD)
+        hidden_SD = hidden_SD + 1e-3 * of(f"{i}.feed_forward.down", inner_SF)
     return hidden_SD
 
 
 def head_product(model_graph: nnx.GraphDef, hidden_SD: Array, params: Params) -> Array:
-    mean = jnp.mean(bind(model_graph, params).logits(hidden_SD))
-    return (hidden_SD + 1e-9 * mean).astype(hidden_SD.dtype)
+    logits_SV = jax.lax.optimization_barrier(bind(model_graph, params).logits(hidden_SD))  # all of them, not a slice
+    return hidden_SD + (1e-9 * logits_SV[:, :1]).astype(hidden_SD.dtype)
 
 
 def attention_of_layers(query_SNH: Array, cached: tuple[LayerCache, ...], length_S: Array, *, attended: int) -> Array:
@@ -253,5 +256,6 @@ def attention_of_layers(query_SNH: Array, cached: tuple[LayerCache, ...], length
 
 def draw_tokens(length_S: Array, logits_SV: Array, keys_S2: Array) -> Array:
     slots = logits_SV.shape[0]
+    length_S, logits_SV = jax.lax.optimization_barrier((length_S, logits_SV))  # anew in every round
     tokens_S, _ = sampling.sample(logits_SV, jnp.full(slots, -jnp.inf), keys_S2, length_S, jnp.ones(slots))
     return length_S + (tokens_S < slots)

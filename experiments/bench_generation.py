@@ -10,8 +10,9 @@ Face, and the others are those of our best dtype. What is compared takes turns i
 part that ran before into the same DIR is kept, so the benchmark can run in pieces.
 
     huggingface  output tokens per second over those of `transformers.generate`, same weights, prompts, lengths and
-                 dtype, both greedy; how it is made as fast as it gets is in bench_huggingface.py (pip install torch
-                 transformers). All dtypes take turns.
+                 dtype, both greedy, requests in the order of their arrival; how it is made as fast as it gets is in
+                 bench_huggingface.py (pip install torch transformers). `vs_huggingface_sorted` is over one that knows
+                 all lengths beforehand and takes neighbours in length together. All dtypes take turns.
     static       continuous batching over waves of the same engine, each waiting for its last: a batch keeps its width,
                  as it does where batching is static. `vs_static_narrow` is over waves that go on in the narrow step
                  (`generation.slot_buckets`) when few are left
@@ -88,7 +89,8 @@ def best(found: Mapping[str, Any]) -> dict[str, Any]:
     ours = max(rates, key=lambda dtype: rates[dtype]["ours"]) if rates else next(iter(measured))
     ratios = {name: measured[ours][name] for name in RATIOS if name in measured[ours]}
     if rates:
-        ratios["vs_huggingface"] = rates[ours]["ours"] / max(rate["theirs"] for rate in rates.values())
+        for ratio, order in (("vs_huggingface", "arrival"), ("vs_huggingface_sorted", "length")):
+            ratios[ratio] = rates[ours]["ours"] / max(rate[order] for rate in rates.values())
     return {"dtype": ours, **ratios}
 
 
@@ -96,31 +98,32 @@ def best(found: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def measure_huggingface(benches: Mapping[str, Bench], seconds: float) -> dict[str, dict[str, Any]]:
-    from experiments.bench_huggingface import HuggingFace  # torch and transformers, which only this part needs
+    # torch and transformers, which only this part needs
+    from experiments.bench_huggingface import ORDERS, HuggingFace
 
     theirs = {dtype: HuggingFace(bench) for dtype, bench in benches.items()}
-    choices = {dtype: each.best() for dtype, each in theirs.items()}
+    choices = {(dtype, order): each.best(order) for dtype, each in theirs.items() for order in ORDERS}
     calls: dict[str, Callable[[], float]] = {}
     with contextlib.ExitStack() as stack:
         schedulers = {d: stack.enter_context(serving(b, b.slots, b.longest)) for d, b in benches.items()}
         for dtype, bench in benches.items():
             calls[f"ours {dtype}"] = functools.partial(continuous, bench, schedulers[dtype])
-            calls[f"theirs {dtype}"] = functools.partial(theirs[dtype].run, choices[dtype][0])
+            for order in ORDERS:
+                calls[f"{order} {dtype}"] = functools.partial(theirs[dtype].run, choices[dtype, order][0], order)
         found = take_turns(calls, seconds * len(benches), rounds=3)
         answers = {d: serve(bench, schedulers[d], range(bench.slots)) for d, bench in benches.items()}
     entries = {}
     for dtype, bench in benches.items():
-        choice, predicted = choices[dtype]
-        own = {name: found[f"{name} {dtype}"] for name in ("ours", "theirs")}
+        own = {name: found[f"{name} {dtype}"] for name in ("ours", *ORDERS)}
         rates = {name: int(bench.lengths.sum()) / s for name, s in medians(own).items()}
         entries[dtype] = {
-            "vs_huggingface": rates["ours"] / rates["theirs"],
+            "vs_huggingface": rates["ours"] / rates["arrival"],
+            "vs_huggingface_sorted": rates["ours"] / rates["length"],
             "huggingface": {
                 "tokens_per_second": rates,
                 "slots": bench.slots,
-                "batch": choice.batch,
-                "threads": choice.threads,
-                "predicted_seconds": predicted,
+                "chosen": {order: dataclasses.asdict(choices[dtype, order][0]) for order in ORDERS},
+                "predicted_seconds": {order: choices[dtype, order][1] for order in ORDERS},
                 "same_first_tokens": agreement(answers[dtype], theirs[dtype]),
                 "seconds": own,
             },
@@ -210,12 +213,14 @@ def by_dtype(found: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 def rows(found: dict[str, Any]) -> list[str]:
     lines = [f"  cache: {found['memory']['cache_bytes_per_token']:,} bytes per slot and token, as computed"]
     if "vs_huggingface" in found:
-        theirs = found["huggingface"]
-        lines.append(
-            f"  over Hugging Face {found['vs_huggingface']:.2f} ({theirs['tokens_per_second']['ours']:.0f} against "
-            f"{theirs['tokens_per_second']['theirs']:.0f} tokens/s; its batch {theirs['batch']}, {theirs['threads']} "
-            f"threads; same first tokens in {theirs['same_first_tokens']})"
-        )
+        theirs, rates = found["huggingface"], found["huggingface"]["tokens_per_second"]
+        for ratio, order in (("vs_huggingface", "arrival"), ("vs_huggingface_sorted", "length")):
+            chosen = theirs["chosen"][order]
+            lines.append(
+                f"  over Hugging Face with requests by {order} {found[ratio]:.2f} ({rates['ours']:.0f} against "
+                f"{rates[order]:.0f} tokens/s; its batch {chosen['batch']}, {chosen['threads']} threads; same first "
+                f"tokens in {theirs['same_first_tokens']})"
+            )
     if "vs_static" in found:
         lines.append(
             f"  over static batching {found['vs_static']:.2f} ({found['static']['slots']} slots; "
