@@ -18,9 +18,7 @@ import numpy as np
 from flax import struct
 from jax import Array
 
-BLOCK = (
-    256  # tokens per block of the two-level search; one cumulative sum over the whole vocabulary is 8x slower on a CPU
-)
+BLOCK = 256  # tokens per block of the search in two levels; a cumulative sum over the whole vocabulary takes far longer
 
 
 @struct.dataclass

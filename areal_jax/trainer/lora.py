@@ -37,7 +37,7 @@ from jax import Array
 
 from areal_jax import config as config_lib
 from areal_jax.config import ModelConfig
-from areal_jax.models.products import product
+from areal_jax.models.products import product, product_in_float32
 from areal_jax.models.transformer import AnyArray, Params, Projection, Transformer, TransformerConfig, param_shapes
 
 Leaf = TypeVar("Leaf")
@@ -227,14 +227,18 @@ def _project_backward(scale: float, saved: Any, out: Array) -> tuple[Array, None
     """dx = dy K^T, dA = s x^T (dy B^T), dB = s (x A)^T dy; `out` is dy. K gets none: what trains of it is A and B."""
     x, kernel, a, b = saved
     inputs, outputs = a.ndim - 1, b.ndim - 1
-    tokens = tuple(range(x.ndim - inputs))
-    produced = tuple(range(len(tokens), len(tokens) + outputs))
-    dx = jnp.tensordot(out, kernel, (produced, tuple(range(inputs, inputs + outputs))))
-    down = jnp.tensordot(x, a.astype(x.dtype), inputs)  # x A, [tokens, rank]
-    up = jnp.tensordot(out, b.astype(x.dtype), (produced, tuple(range(1, 1 + outputs))))  # dy B^T, [tokens, rank]
-    da = scale * jnp.tensordot(x, up, (tokens, tokens), preferred_element_type=a.dtype)
-    db = scale * jnp.tensordot(down, out, (tokens, tokens), preferred_element_type=b.dtype)
-    return dx, None, da, db
+    tokens = x.ndim - inputs
+    dx = product(out, _turned(kernel, inputs), outputs)
+    down = product(x, a.astype(x.dtype), inputs)  # x A, [tokens, rank]
+    up = product(out, _turned(b.astype(x.dtype), 1), outputs)  # dy B^T, [tokens, rank]
+    da = scale * product_in_float32(_turned(x, tokens), up, tokens)
+    db = scale * product_in_float32(_turned(down, tokens), out, tokens)
+    return dx, None, da.astype(a.dtype), db.astype(b.dtype)
+
+
+def _turned(array: Array, first: int) -> Array:
+    """The array with its `first` axes behind the others: the transpose of a matrix that has several axes on a side."""
+    return jnp.transpose(array, (*range(first, array.ndim), *range(first)))
 
 
 _project.defvjp(_project_forward, _project_backward)

@@ -8,7 +8,7 @@ import pytest
 from areal_jax.generation.engine import Engine, EngineOptions
 from areal_jax.models.transformer import TransformerConfig, bind, graph, init_params
 
-CONFIG = TransformerConfig(vocab_size=32, d_model=16, layers=2, heads=4, kv_heads=2, head_size=8, d_ff=32, qk_norm=True)
+CONFIG = TransformerConfig(vocab_size=32, d_model=16, layers=1, heads=4, kv_heads=2, head_size=8, d_ff=32, qk_norm=True)
 
 
 class Letters:

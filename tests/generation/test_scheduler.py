@@ -13,7 +13,7 @@ from areal_jax.models.logprobs import from_logits
 from areal_jax.models.transformer import TransformerConfig, bind, graph, init_params
 from areal_jax.types import Busy, Completion, GenerateRequest, Sampling
 
-CONFIG = TransformerConfig(vocab_size=32, d_model=16, layers=2, heads=4, kv_heads=2, head_size=8, d_ff=32, qk_norm=True)
+CONFIG = TransformerConfig(vocab_size=32, d_model=16, layers=1, heads=4, kv_heads=2, head_size=8, d_ff=32, qk_norm=True)
 ENGINE = Engine(CONFIG, EngineOptions(slots=4, max_length=64, decode_steps=2, prefill_rows=2, length_buckets=(16, 64)))
 
 

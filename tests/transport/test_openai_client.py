@@ -22,7 +22,7 @@ openai = pytest.importorskip("openai")
 
 NAME, EOS, SLOTS = "tiny", 256, 4
 CONFIG = TransformerConfig(
-    vocab_size=260, live_vocab=259, d_model=16, layers=2, heads=4, kv_heads=2, head_size=8, d_ff=32, qk_norm=True
+    vocab_size=260, live_vocab=259, d_model=16, layers=1, heads=4, kv_heads=2, head_size=8, d_ff=32, qk_norm=True
 )
 TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}: {{ message.content }}<|im_end|>{% endfor %}"
@@ -275,8 +275,8 @@ def scrape(server):
 def test_prometheus_counts_what_was_sent(client, scheduler, server, engine):
     before = scrape(server)
     assert before["slots"] == SLOTS and before["ready"] == 1
-    # 2 layers, keys and values, 4 slots of 96 tokens, 2 heads of size 8, 4 bytes
-    assert before["cache_bytes"] == 2 * 2 * SLOTS * 96 * 2 * 8 * 4
+    # keys and values, 4 slots of 96 tokens, 2 heads of size 8, 4 bytes
+    assert before["cache_bytes"] == 2 * SLOTS * 96 * 2 * 8 * 4
     assert before["weight_bytes"] == sum(array.nbytes for array in params_of(0).values())
     answers = [complete(client, prompt=["a", "bcd"], n=2), complete(client), chat(client)]
     with pytest.raises(openai.RateLimitError):
