@@ -8,7 +8,7 @@ What has a fixed size is counted exactly, as the arrays that trainer and generat
 decides is estimated, and the report says so:
 
     activations    tokens of a microbatch * layers * b * (4 D + 3 (N + 2 K) H + 5 F)
-    with remat     the same of one layer, and of each other one tokens * b * D (layers), or
+    with remat     the same of one layer, and of each other one tokens * b * 3 D (layers), or
                    tokens * b * (2 D + (N + 2 K) H + 2 F) (dots)
     prefill        rows * L * (keys and values + b * (2 D + 2 (N + K) H + 2 F)), for the bucket L that needs most; rows
                    are prefill_tokens // L, at least 1 and at most prefill_rows
@@ -249,7 +249,8 @@ def _numbers_per_token(remat: str, model: TransformerConfig, tensor: int) -> flo
     heads = (model.heads + 2 * model.kv_heads) * model.head_size / tensor
     feed_forward = model.d_ff / tensor
     whole = 4 * model.d_model + 3 * heads + 5 * feed_forward
-    kept = {"none": whole, "layers": model.d_model, "dots": 2 * model.d_model + heads + 2 * feed_forward}[remat]
+    # Of a layer that is computed again its input, and what the gradients of the scales of its two norms will sum.
+    kept = {"none": whole, "layers": 3 * model.d_model, "dots": 2 * model.d_model + heads + 2 * feed_forward}[remat]
     return (model.layers - 1) * kept + whole
 
 

@@ -11,7 +11,7 @@ from areal_jax.generation.scheduler import Scheduler
 from areal_jax.models.transformer import TransformerConfig, bind, graph, init_params
 from areal_jax.types import Completion, GenerateRequest, Sampling
 
-CONFIG = TransformerConfig(vocab_size=32, d_model=16, layers=1, heads=4, kv_heads=2, head_size=8, d_ff=32, qk_norm=True)
+CONFIG = TransformerConfig(vocab_size=32, d_model=16, layers=2, heads=4, kv_heads=2, head_size=8, d_ff=32, qk_norm=True)
 OPTIONS = EngineOptions(slots=2, max_length=64, decode_steps=4, prefill_rows=2, length_buckets=(16, 64))
 PARAMS = {name: np.asarray(2 * array) for name, array in init_params(CONFIG, jax.random.key(0)).items()}
 
