@@ -26,16 +26,14 @@ from experiments.bench_workload import Bench, timed
 BATCHES = (1, 4, 8, 16, 32, 64)
 STEPS = 16  # of the sweep, per pair of batch size and threads
 FINALISTS = 2  # pairs that serve all requests, where their predictions are close
-CLOSE = 1.1
+CLOSE = 1.1  # times the least prediction
+ORDERS = ("arrival", "length")  # of requests
 
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
     batch: int
     threads: int
-
-
-ORDERS = ("arrival", "length")
 
 
 class HuggingFace:

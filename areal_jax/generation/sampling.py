@@ -60,8 +60,8 @@ def sample(
 def sample_at(logits_SV: Array, least_S: Array, uniforms_S: Array, temperatures_S: Array) -> tuple[Array, Array]:
     """As `sample`, for given numbers between 0 and 1: the token at which the cumulative probability passes its number.
 
-    First its block, then its place there. The vocabulary is gone over twice, for the highest logit
-    and for the mass of each block, and nothing of its size is written.
+    First its block, then its place there. The vocabulary is gone over twice, for the highest logit and for the mass of
+    each block, and nothing of its size is written.
     """
     S, V = logits_SV.shape
     greedy_S = temperatures_S == 0.0

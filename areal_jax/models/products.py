@@ -1,4 +1,4 @@
-"""Products with weights, in the form in which each backend computes them fastest.
+"""Products with weights, and the sums of backward passes, in the form in which each backend computes them fastest.
 
 In: activations of tokens and a kernel. Out: the sum over the axes that they share. Called by the layers and the head of
 the transformer, and by adapters. Accelerators get the product as it stands: they add up in float32 whatever the dtype

@@ -31,13 +31,7 @@ from jax import Array
 
 from areal_jax.models import attention
 from areal_jax.models.attention import PLAIN, Kernels
-from areal_jax.models.products import (
-    ROUNDED,
-    product,
-    product_in_float32,
-    sum_of_products,
-    sum_over_tokens,
-)
+from areal_jax.models.products import ROUNDED, product, product_in_float32, sum_of_products, sum_over_tokens
 
 Params = dict[str, Array]
 AnyArray = TypeVar("AnyArray", np.ndarray, Array)
