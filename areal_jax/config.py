@@ -181,7 +181,7 @@ class TrainerConfig:
     row_buckets: tuple[int, ...] = ()  # row lengths to compile for; empty: powers of two
     dtype: Literal["float32", "bfloat16"] = "float32"  # of the forward pass; weights and optimizer are float32
     remat: Literal["none", "layers", "dots"] = "none"  # computed again in the backward pass: see transformer.REMAT
-    logprob_chunk: int = 1024  # tokens whose logits exist at a time, per shard of rows
+    vocab_block: int = 512  # ids whose logits exist at a time; an accelerator with memory to spare likes more
     skipped_in_a_row: int = 8  # updates without a finite gradient that end the run
     batch_timeout_s: float = 1800.0
     optimizer: OptimizerConfig = OptimizerConfig()
@@ -615,7 +615,7 @@ def _bounds(config: Config) -> list[tuple[str, float, float]]:
         ("generation.prefill_tokens", config.generation.prefill_tokens, 1),
         ("trainer.steps", config.trainer.steps, 0 if config.sft.data else 1),
         ("trainer.prompts_per_step", config.trainer.prompts_per_step, 1),
-        ("trainer.logprob_chunk", config.trainer.logprob_chunk, 1),
+        ("trainer.vocab_block", config.trainer.vocab_block, 1),
         ("trainer.skipped_in_a_row", config.trainer.skipped_in_a_row, 1),
         ("trainer.objective.minibatches", config.trainer.objective.minibatches, 1),
         ("trainer.objective.clip_eps", config.trainer.objective.clip_eps, 0),

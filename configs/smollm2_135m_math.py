@@ -66,7 +66,6 @@ def get_config(task="one_digit"):
     config.trainer.objective.advantage_std = "none" if solved else "population"
 
     config.trainer.token_budget = 640
-    config.trainer.logprob_chunk = 320
     config.generation.decode_steps = 4
     config.eval.every = 5 if task == "one_digit" else 10
     config.eval.prompts = 27 if task == "one_digit" else 96

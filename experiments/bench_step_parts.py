@@ -25,7 +25,16 @@ from jax import Array
 
 from areal_jax.config import TrainerConfig
 from areal_jax.models import attention, flops, logprobs
-from areal_jax.models.transformer import VOCAB_AXIS, Layer, Params, TransformerConfig, bind, graph
+from areal_jax.models.transformer import (
+    VOCAB_AXIS,
+    Layer,
+    Params,
+    TransformerConfig,
+    bind,
+    graph,
+    rope_frequencies,
+    rotations,
+)
 from areal_jax.trainer.step import CONTEXT
 from areal_jax.types import TrainBatch
 from experiments.bench_steps import FORWARD_AND_BACKWARD, Training
@@ -83,10 +92,11 @@ def layer_products(
 ) -> Callable[[], Any]:
     """A layer in which a token keeps its own query, key and value for what others would mix in."""
     graphdef, repeats = graph(one_layer), one_layer.heads // one_layer.kv_heads
+    turns = rotations(rope_frequencies(one_layer), rows["positions"])  # which a step computes once for all layers
 
     def loss(own: Params, others: Params, hidden_RLD: Array, cotangent_RLD: Array) -> Array:
         layer: Layer = bind(graphdef, own | others).layers[0]
-        query_RLNH, key_RLKH, value_RLKH = layer.before(hidden_RLD, rows["positions"])
+        query_RLNH, key_RLKH, value_RLKH = layer.before(hidden_RLD, *turns)
         own_RLNH = query_RLNH + jnp.repeat(key_RLKH + value_RLKH, repeats, axis=2)
         return jnp.vdot(layer.after(hidden_RLD, own_RLNH), cotangent_RLD)
 
@@ -113,11 +123,11 @@ def mixing_of_a_layer(model: TransformerConfig, rows: Mapping[str, Array]) -> Ca
 def head_of(
     one_layer: TransformerConfig, params: Params, hidden_RLD: Array, rows: Mapping[str, Array]
 ) -> Callable[[], Any]:
-    graphdef, chunk = graph(one_layer), TrainerConfig().logprob_chunk
+    graphdef, block = graph(one_layer), TrainerConfig().vocab_block
 
     def loss(head: Params, others: Params, hidden_RLD: Array, cotangent_RL: Array) -> tuple[Array, Array]:
         model = bind(graphdef, head | others)
-        found_RL, entropy_RL = logprobs.token_logprobs(model, hidden_RLD, rows["tokens"], temperature=1.0, chunk=chunk)
+        found_RL, entropy_RL = logprobs.token_logprobs(model, hidden_RLD, rows["tokens"], temperature=1.0, block=block)
         return jnp.vdot(found_RL, cotangent_RL), entropy_RL
 
     program = jax.jit(jax.grad(loss, argnums=(0, 2), has_aux=True))

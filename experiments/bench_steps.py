@@ -106,7 +106,7 @@ def make_programs(model: TransformerConfig) -> Programs:
         {"temperature": np.float32(1.0), "clip_eps": np.float32(config.objective.clip_eps)},
         compute_dtype=config.dtype,
         export_dtype=config.dtype,
-        logprob_chunk=config.logprob_chunk,
+        vocab_block=config.vocab_block,
     )
 
 

@@ -49,7 +49,7 @@ from areal_jax.trainer import lora, state
 
 FLOAT32 = 4
 SLOT_STATE = 57  # bytes of a slot beside its tokens and cache: lengths, limits, truncation, stop tokens, key
-LOGIT_ARRAYS = 4  # float32 [tokens, vocabulary] that live at once: logits, scaled, probabilities, a gradient
+LOGIT_ARRAYS = 2  # float32 [tokens, block of the vocabulary] that live at once: logits, their gradient
 VERSIONS_ON_HOST = 3  # files of weights: the newest, the one before, and the one that is being written
 
 _SWAPS = {True: "new weights load beside the old", False: "new weights take the place of the old; it waits for them"}
@@ -58,7 +58,7 @@ ESTIMATED = (
     "gradients of a microbatch",
     "weights as computed with",
     "activations",
-    "logits of a chunk",
+    "logits of a block",
     "prefill",
     "logits",
 )
@@ -165,7 +165,7 @@ def trainer_bytes(config: Config, model: TransformerConfig, mesh: AbstractMesh) 
         shards=mesh.shape["data"] * mesh.shape["fsdp"],
     )
     computed = _itemsize(config.trainer.dtype)
-    logits = LOGIT_ARRAYS * FLOAT32 * min(config.trainer.logprob_chunk, config.trainer.token_budget) * model.vocab_rows
+    block = min(config.trainer.vocab_block, model.vocab_rows // mesh.shape["tensor"])
     return {
         "weights": FLOAT32 * numbers(held),
         "gradients": FLOAT32 * trained,
@@ -175,7 +175,7 @@ def trainer_bytes(config: Config, model: TransformerConfig, mesh: AbstractMesh) 
         "gradients of a microbatch": FLOAT32 * trained,
         "weights as computed with": computed * numbers(trainable.adapted if computed == FLOAT32 else shapes),
         "activations": _activations(config, model, mesh, layout),
-        "logits of a chunk": logits // mesh.shape["tensor"],
+        "logits of a block": LOGIT_ARRAYS * FLOAT32 * _microbatch_tokens(layout) * block,
     }
 
 
@@ -240,8 +240,12 @@ def _mesh_sizes(config: Config) -> tuple[int, int, int]:
 def _activations(config: Config, model: TransformerConfig, mesh: AbstractMesh, layout: Layout) -> int:
     """Bytes that a microbatch of the largest shape needs on one device."""
     width = _numbers_per_token(config.trainer.remat, model, mesh.shape["tensor"])
-    tokens = max(rows // layout.shards * length for rows, length in layout.shapes)
-    return round(tokens * _itemsize(config.trainer.dtype) * width)
+    return round(_microbatch_tokens(layout) * _itemsize(config.trainer.dtype) * width)
+
+
+def _microbatch_tokens(layout: Layout) -> int:
+    """Of the largest shape, on one device."""
+    return max(rows // layout.shards * length for rows, length in layout.shapes)
 
 
 def _numbers_per_token(remat: str, model: TransformerConfig, tensor: int) -> float:

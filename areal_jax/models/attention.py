@@ -40,10 +40,15 @@ class Kernel:
     run: Callable[..., Array]
 
 
-def all_at_once(fn: Callable[..., Any], params: Any, *arrays: Array, axes: int) -> Any:
-    """fn(params, *arrays) for work on each token by itself; the first `axes` axes of the arrays are the tokens'."""
+def all_at_once(
+    fn: Callable[..., Any], params: Any, *arrays: Array, axes: int, plain: Callable[..., Any] | None = None
+) -> Any:
+    """fn(params, *arrays) for work on each token by itself; the first `axes` axes of the arrays are the tokens'.
+
+    `plain` is the same function in a form for many tokens.
+    """
     del axes
-    return fn(params, *arrays)
+    return (plain or fn)(params, *arrays)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -34,8 +34,12 @@ TILE = 8  # tokens; XLA's CPU matrix kernels are the same for every place in suc
 KEYS = 64  # per block; with fewer the loop costs more than the products
 
 
-def per_token(fn: Callable[..., Any], params: Any, *arrays: Array, axes: int) -> Any:
+def per_token(
+    fn: Callable[..., Any], params: Any, *arrays: Array, axes: int, plain: Callable[..., Any] | None = None
+) -> Any:
     """fn(params, *arrays) in tiles; the first `axes` axes of arrays and results are those of the tokens.
+
+    `plain` is the same function in a form for many tokens, whose gradient is taken.
 
     A number among the arrays becomes one per token, [..., 1]: XLA divides by it in another way than by an array.
     """
@@ -48,7 +52,7 @@ def per_token(fn: Callable[..., Any], params: Any, *arrays: Array, axes: int) ->
         found = in_tiles(fn, params, *rows, tile=tile)
         return jax.tree.map(lambda array: array.reshape(*shape, *array.shape[1:]), found)
 
-    return with_gradient_of(fn, tiled, params, *arrays)
+    return with_gradient_of(plain or fn, tiled, params, *arrays)
 
 
 def in_tiles(fn: Callable[..., Any], params: Any, *rows: Array, tile: tuple[int, ...] = (TILE,)) -> Any:

@@ -176,12 +176,22 @@ def _share_kept(config: TransformerConfig, frequencies_h: np.ndarray) -> np.ndar
     return np.clip((turns_h - low) / (high - low), 0.0, 1.0)
 
 
-def rotate(x_BLNH: Array, positions_BL: Array, frequencies_h: np.ndarray) -> Array:
-    """Rotary position embedding over halves of the head (arXiv 2104.09864, in Hugging Face's layout)."""
+def rotations(frequencies_h: np.ndarray, positions_BL: Array) -> tuple[Array, Array]:
+    """Cosines and sines [B, L, 1, h] of the angles by which the pairs of a head turn at these positions."""
     angles_BL1h = positions_BL.astype(jnp.float32)[:, :, None, None] * frequencies_h
-    cos, sin = jnp.cos(angles_BL1h), jnp.sin(angles_BL1h)
+    if jax.default_backend() != "cpu":
+        return jnp.cos(angles_BL1h), jnp.sin(angles_BL1h)
+    # XLA's CPU backend would compute them again for every head of every layer, which takes many times as long as to
+    # turn it, wherever it can put them into the program that does so. What comes out of a loop it leaves as it is.
+    both = jax.lax.map(lambda i: jax.lax.cond(i == 0, jnp.cos, jnp.sin, angles_BL1h), jnp.arange(2))
+    return both[0], both[1]
+
+
+def rotate(x_BLNH: Array, cos_BL1h: Array, sin_BL1h: Array) -> Array:
+    """Rotary position embedding over halves of the head (arXiv 2104.09864, in Hugging Face's layout)."""
     first, second = jnp.split(x_BLNH.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x_BLNH.dtype)
+    turned = [first * cos_BL1h - second * sin_BL1h, second * cos_BL1h + first * sin_BL1h]
+    return jnp.concatenate(turned, axis=-1).astype(x_BLNH.dtype)
 
 
 class Attention(nnx.Module):
@@ -195,17 +205,13 @@ class Attention(nnx.Module):
         self.out = Projection([c.heads, c.head_size], [c.d_model], rngs)
         self.query_norm = RMSNorm(c.head_size, c.norm_eps) if c.qk_norm else None
         self.key_norm = RMSNorm(c.head_size, c.norm_eps) if c.qk_norm else None
-        self.config = config  # a numpy array of frequencies here would make the graph unhashable
 
-    def heads(self, x_BLD: Array, positions_BL: Array) -> tuple[Array, Array, Array]:
+    def heads(self, x_BLD: Array, cos_BL1h: Array, sin_BL1h: Array) -> tuple[Array, Array, Array]:
         """Queries [B, L, N, H], keys and values [B, L, K, H]."""
         query_BLNH, key_BLKH, value_BLKH = self.query(x_BLD), self.key(x_BLD), self.value(x_BLD)
         if self.query_norm is not None and self.key_norm is not None:
             query_BLNH, key_BLKH = self.query_norm(query_BLNH), self.key_norm(key_BLKH)
-        frequencies_h = rope_frequencies(self.config)
-        query_BLNH = rotate(query_BLNH, positions_BL, frequencies_h)
-        key_BLKH = rotate(key_BLKH, positions_BL, frequencies_h)
-        return query_BLNH, key_BLKH, value_BLKH
+        return rotate(query_BLNH, cos_BL1h, sin_BL1h), rotate(key_BLKH, cos_BL1h, sin_BL1h), value_BLKH
 
 
 class FeedForward(nnx.Module):
@@ -229,9 +235,9 @@ class Layer(nnx.Module):
         self.feed_forward_norm = RMSNorm(config.d_model, config.norm_eps)
         self.feed_forward = FeedForward(config, rngs)
 
-    def before(self, x_BLD: Array, positions_BL: Array) -> tuple[Array, Array, Array]:
+    def before(self, x_BLD: Array, cos_BL1h: Array, sin_BL1h: Array) -> tuple[Array, Array, Array]:
         """Queries [B, L, N, H], keys and values [B, L, K, H]."""
-        return self.attention.heads(self.attention_norm(x_BLD), positions_BL)
+        return self.attention.heads(self.attention_norm(x_BLD), cos_BL1h, sin_BL1h)
 
     def after(self, x_BLD: Array, mixed_BLNH: Array) -> Array:
         x_BLD = x_BLD + self.attention.out(mixed_BLNH)
@@ -269,7 +275,7 @@ class Transformer(nnx.Module):
         self.layers = nnx.List([Layer(config, rngs) for _ in range(config.layers)])
         self.norm = RMSNorm(config.d_model, config.norm_eps)
         self.head = None if config.tied_embeddings else Projection([config.d_model], [config.vocab_rows], rngs)
-        self.live_rows, self.vocab_rows = config.live_rows, config.vocab_rows
+        self.config = config  # a numpy array of frequencies here would make the graph unhashable
         self.kernels = kernels
 
     def __call__(self, tokens_BL: Array, positions_BL: Array, segment_ids_BL: Array, *, remat: str = "none") -> Array:
@@ -288,10 +294,11 @@ class Transformer(nnx.Module):
         `remat` is a key of `REMAT`; without a backward pass it changes nothing.
         """
         per_token = functools.partial(self.kernels.per_token, axes=2)
+        cos_BL1h, sin_BL1h = per_token(rotations, rope_frequencies(self.config), positions_BL)
 
         @REMAT[remat]
         def through(layer: Layer, x_BLD: Array, cache: Any) -> tuple[Array, Any]:
-            query_BLNH, key_BLKH, value_BLKH = per_token(Layer.before, layer, x_BLD, positions_BL)
+            query_BLNH, key_BLKH, value_BLKH = per_token(Layer.before, layer, x_BLD, cos_BL1h, sin_BL1h)
             mixed_BLNH, cache = attend(query_BLNH, key_BLKH, value_BLKH, cache)
             return per_token(Layer.after, layer, x_BLD, mixed_BLNH), cache
 
@@ -304,24 +311,25 @@ class Transformer(nnx.Module):
 
     @property
     def head_weights(self) -> Array:
-        """What makes logits of hidden states, as it lies in memory: [V, D] where embeddings are tied, else [D, V]."""
+        """What makes logits of hidden states, as it lies in memory: its axes are `head_axes`."""
         return self.embedding[...] if self.head is None else self.head.kernel[...]
+
+    @property
+    def head_axes(self) -> str:
+        return "vd" if self.head is None else "dv"
 
     def logits(self, hidden: Array) -> Array:
         """Float32 logits [..., V] of hidden states [..., D]; V = rows in memory, ids not live: finfo.min."""
-        return self.logits_by(self.head_weights, hidden)
+        return self.kernels.per_token(self.logits_by, self.head_weights, hidden, axes=hidden.ndim - 1)
 
     def logits_by(self, head_weights: Array, hidden: Array) -> Array:
-        """As `logits`, for who brings the head's weights: a program that has gathered them from many devices."""
+        """As `logits`, by weights that are given, all tokens at once."""
         kernel_DV = head_weights.T if self.head is None else head_weights
-        return self.kernels.per_token(self._logits, kernel_DV, hidden, axes=hidden.ndim - 1)
-
-    def _logits(self, kernel_DV: Array, hidden: Array) -> Array:
         logits = product_in_float32(hidden, kernel_DV, 1)
-        if self.live_rows == self.vocab_rows:
+        if self.config.live_rows == self.config.vocab_rows:
             return logits
         ids = jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
-        return jnp.where(ids < self.live_rows, logits, jnp.finfo(jnp.float32).min)
+        return jnp.where(ids < self.config.live_rows, logits, jnp.finfo(jnp.float32).min)
 
 
 def graph(config: TransformerConfig, kernels: Kernels = PLAIN) -> nnx.GraphDef:

@@ -19,6 +19,7 @@ Gradients and moments are of those params that train (lora.py), and what is expo
 Shapes: R packed rows, L tokens of a row, D model.
 """
 
+import collections
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -55,6 +56,7 @@ Scalars = Mapping[str, Any]  # hyperparameters that are arguments of a program, 
 Forward = Callable[[Params, Rows, Array], tuple[Array, Array]]
 Objective = Callable[[Array, Rows, Scalars], tuple[Array, Sums]]  # (logprobs [R, L], rows, scalars) -> loss sum, sums
 
+GATHERED = 1 << 30  # bytes of whole parameters that may lie on a device of process 0, on their way to its host
 CONTEXT = ("tokens", "positions", "segment_ids")
 TRAINED = (*CONTEXT, "loss_mask", "behav_logprobs", "advantages")
 
@@ -93,7 +95,7 @@ class Programs:
         *,
         compute_dtype: str,
         export_dtype: str,
-        logprob_chunk: int,
+        vocab_block: int,
         remat: str = "none",
         trainable: Trainable = lora.EVERYTHING,
     ):
@@ -107,7 +109,7 @@ class Programs:
         everywhere = NamedSharding(mesh, sharding.REPLICATED)
         seen = rows if jax.process_count() == 1 else everywhere  # by the host, which reads them for the log
         graph = transformer.graph(model_config, attention_kernels.kernels_for(model_config.kernels, mesh))
-        forward = _make_forward(graph, trainable, rows, compute_dtype, logprob_chunk, remat)
+        forward = _make_forward(graph, trainable, rows, compute_dtype, vocab_block, remat)
         self.zeros = jax.jit(_make_zeros(trainable.trained(self.abstract.params)), out_shardings=grads)
         self.accumulate = jax.jit(
             _make_accumulate(forward, objective, trainable),
@@ -204,7 +206,7 @@ def build_programs(
         {"temperature": np.float32(temperature), "clip_eps": np.float32(config.objective.clip_eps)},
         compute_dtype=config.dtype,
         export_dtype=export_dtype,
-        logprob_chunk=config.logprob_chunk,
+        vocab_block=config.vocab_block,
         remat=config.remat,
         trainable=lora.trainable(model_config, model),
     )
@@ -222,7 +224,7 @@ def _make_forward(
     trainable: Trainable,
     rows_sharding: NamedSharding,
     compute_dtype: str,
-    chunk: int,
+    block: int,
     remat: str,
 ) -> Forward:
     lookup_sharding = NamedSharding(rows_sharding.mesh, PartitionSpec("tensor"))
@@ -235,8 +237,8 @@ def _make_forward(
         model = trainable.with_low_rank_gradients(transformer.bind(graph, merged), params)
         hidden_RLD = model(rows["tokens"], rows["positions"], rows["segment_ids"], remat=remat)
         hidden_RLD = jax.lax.with_sharding_constraint(hidden_RLD, rows_sharding)
-        return logprobs.sharded_token_logprobs(
-            rows_sharding.mesh, model, hidden_RLD, rows["tokens"], temperature=temperature, chunk=chunk
+        return logprobs.token_logprobs(
+            model, hidden_RLD, rows["tokens"], temperature=temperature, block=block, mesh=rows_sharding.mesh
         )
 
     return forward
@@ -308,18 +310,23 @@ class Outcome(NamedTuple):
 def published(programs: Programs, params: Params) -> Mapping[str, Array | np.ndarray]:
     """The exported params as a publisher may keep them, on the devices of this process or on its host.
 
-    Of several processes, process 0 gets them on its host and the others nothing. They are gathered one at a time, so
-    that no device holds more than its part and one whole parameter; they go to the host meanwhile, which takes the loop
-    as long as the copy lasts.
+    Of several processes, process 0 gets them and the others nothing. They are gathered one after the other, and go to
+    the host while the loop goes on; it waits for that only where more than `GATHERED` would lie on a device at a time.
     """
     exported = programs.export(params)
     if jax.process_count() == 1:
         return exported
-    whole = {}
+    whole: dict[str, Array | np.ndarray] = {}
+    on_device: collections.deque[tuple[str, Array]] = collections.deque()
     for name, value in exported.items():
         gathered = programs.gather(value)  # by all processes
         if jax.process_index() == 0:
-            whole[name] = np.asarray(gathered)
+            whole[name] = one = gathered.addressable_data(0)  # so that the other devices may forget it
+            one.copy_to_host_async()
+            on_device.append((name, one))
+            while sum(one.nbytes for _, one in on_device) > GATHERED:
+                oldest, one = on_device.popleft()
+                whole[oldest] = np.asarray(one)
     return whole
 
 

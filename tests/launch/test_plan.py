@@ -34,7 +34,7 @@ def a_config(**sections):
         "model": {"path": str(MODEL)},
         "data": {"max_prompt_tokens": 24},
         "rollout": {"max_new_tokens": 40},
-        "trainer": {"token_budget": 512, "logprob_chunk": 64},
+        "trainer": {"token_budget": 512, "vocab_block": 64},
         "generation": {"slots": 6},
     }
     return build({name: {**base.get(name, {}), **sections.get(name, {})} for name in {*base, *sections}})
@@ -162,7 +162,7 @@ def test_shared_memory_never_holds_more_versions_than_planned(tmp_path):
 )
 def test_the_estimate_of_a_microbatch_is_within_a_factor_of_what_the_compiler_takes(shape, max_length, rows, remat):
     model = TransformerConfig(vocab_size=512, layers=6, **shape)
-    trainer = {"token_budget": rows * max_length, "row_buckets": (max_length,), "logprob_chunk": 64, "remat": remat}
+    trainer = {"token_budget": rows * max_length, "row_buckets": (max_length,), "vocab_block": 64, "remat": remat}
     config = a_config(
         data={"max_prompt_tokens": 16},
         rollout={"max_new_tokens": max_length - 16},
@@ -178,7 +178,7 @@ def test_the_estimate_of_a_microbatch_is_within_a_factor_of_what_the_compiler_ta
         {"temperature": np.float32(1.0), "clip_eps": np.float32(0.2)},
         compute_dtype="float32",
         export_dtype="float32",
-        logprob_chunk=64,
+        vocab_block=64,
         remat=remat,
     )
     layout = make_layout((max_length,), max_length=max_length, token_budget=rows * max_length)

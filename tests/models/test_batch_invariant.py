@@ -73,10 +73,10 @@ def generate(name, kernels, dtype, prompts, *, slots, buckets, decode_steps):
     return {n: (tokens[slot, : len(PROMPTS[n]) + NEW], np.array(logprobs[n])) for n, slot in where.items()}
 
 
-def forward(name, kernels, dtype, params, tokens_RL, positions_RL, segments_RL, chunk):
+def forward(name, kernels, dtype, params, tokens_RL, positions_RL, segments_RL, block):
     model = bind(graph(config_of(name, kernels), kernels_for(kernels, one_device())), cast(params, dtype))
     hidden_RLD = model(tokens_RL, positions_RL, segments_RL)
-    return token_logprobs(model, hidden_RLD, tokens_RL, temperature=np.float32(TEMPERATURE), chunk=chunk)[0]
+    return token_logprobs(model, hidden_RLD, tokens_RL, temperature=np.float32(TEMPERATURE), block=block)[0]
 
 
 def one_device():
@@ -96,18 +96,18 @@ def pack(sequences, rows, length):
     return arrays, begins
 
 
-def train(name, kernels, dtype, sequences, rows, *, length, chunk, with_gradient=False):
+def train(name, kernels, dtype, sequences, rows, *, length, block, with_gradient=False):
     """Prompt number -> log-probabilities of its sampled tokens, and the gradient of their sum ({} if not asked for)."""
     arrays, begins = pack(sequences, rows, length)
 
     @jax.jit
     def logprobs(params, arrays):
-        return forward(name, kernels, dtype, params, *arrays, chunk)
+        return forward(name, kernels, dtype, params, *arrays, block)
 
     @jax.jit
     def with_grad(params, arrays):
         def loss(params):
-            logprobs_RL = forward(name, kernels, dtype, params, *arrays, chunk)
+            logprobs_RL = forward(name, kernels, dtype, params, *arrays, block)
             return jnp.sum(jnp.where(arrays[1] > 0, logprobs_RL, 0.0)) / 100, logprobs_RL
 
         return jax.grad(loss, has_aux=True)(params)
@@ -125,10 +125,10 @@ def all_ways(name, kernels, dtype):
     sequences = {number: tokens for number, (tokens, _) in first.items()}
     run = functools.partial(train, name, kernels, dtype, sequences)
     ways = {
-        "alone in a row": run([[3]], length=100, chunk=1024)[0],
-        "packed, in chunks": run([[1, 0, 2], [4, 3]], length=200, chunk=64)[0],
+        "alone in a row": run([[3]], length=100, block=1024)[0],
+        "packed": run([[1, 0, 2], [4, 3]], length=200, block=64)[0],
     }
-    ways["inside value_and_grad"], gradient = run([[0, 1], [2], [3, 4]], length=160, chunk=128, with_gradient=True)
+    ways["inside value_and_grad"], gradient = run([[0, 1], [2], [3, 4]], length=160, block=32, with_gradient=True)
     return {number: logprobs for number, (_, logprobs) in first.items()}, ways, gradient, sequences
 
 
@@ -168,7 +168,7 @@ def test_without_the_mode_the_same_comparison_shows_rounding(dtype):
 def test_gradients_are_those_of_the_normal_mode(name):
     _, _, gradient, sequences = exact(name, "float32")
     rows = [[0, 1], [2], [3, 4]]
-    _, expected = train(name, "plain", "float32", sequences, rows, length=160, chunk=128, with_gradient=True)
+    _, expected = train(name, "plain", "float32", sequences, rows, length=160, block=32, with_gradient=True)
     for key, value in expected.items():
         assert np.isfinite(gradient[key]).all()
         assert np.abs(gradient[key] - value).max() <= 1e-5 * max(1.0, np.abs(value).max()), key

@@ -16,10 +16,10 @@ V = 151936
 MODEL = transformer.TransformerConfig(vocab_size=V, d_model=8, layers=1, heads=1, kv_heads=1, head_size=8, d_ff=8)
 ROWS, LENGTH = 32, 256
 EVERYTHING = 4 * ROWS * LENGTH * V  # 4.98 GB
-CHUNK = 256
-ONE_CHUNK = 4 * CHUNK * V  # 156 MB
-# Logits, scaled ones, probabilities and gradients of these live at once; the model's own arrays are small beside them.
-LEAST, MOST = ONE_CHUNK, 7 * ONE_CHUNK
+BLOCK = 4096
+ONE_BLOCK = 4 * ROWS * LENGTH * BLOCK  # 134 MB
+# Its logits and their gradients live at once; the model's own arrays are small beside them.
+LEAST, MOST = ONE_BLOCK, 4 * ONE_BLOCK
 
 pytestmark = pytest.mark.usefixtures("quickly_compiled")
 
@@ -28,12 +28,12 @@ def temporary_bytes(lowered):
     return lowered.compile().memory_analysis().temp_size_in_bytes
 
 
-def of_tokens(chunk, outputs):
+def of_tokens(block, outputs):
     """Forward and backward of the log-probabilities and entropies of all tokens, each weighted by itself."""
 
     def loss(params, hidden, tokens, weights):
         model = transformer.bind(transformer.graph(MODEL), params)
-        return jnp.vdot(weights, outputs(logprobs.token_logprobs(model, hidden, tokens, temperature=0.7, chunk=chunk)))
+        return jnp.vdot(weights, outputs(logprobs.token_logprobs(model, hidden, tokens, temperature=0.7, block=block)))
 
     shape = (ROWS, LENGTH)
     numbers = jax.ShapeDtypeStruct(shape, jnp.float32)
@@ -47,20 +47,15 @@ def both(results):
     return results[0] + results[1]
 
 
-def test_logprobs_and_entropies_hold_the_logits_of_one_chunk_forward_and_backward():
-    assert LEAST <= of_tokens(CHUNK, both) < MOST < EVERYTHING / 4
+def test_logprobs_and_entropies_hold_the_logits_of_one_block_forward_and_backward():
+    assert LEAST <= of_tokens(BLOCK, both) < MOST < EVERYTHING / 4
 
 
 def test_the_measure_sees_the_logits_of_all_tokens():
-    assert of_tokens(ROWS * LENGTH, both) >= EVERYTHING
+    assert of_tokens(V, both) >= EVERYTHING
 
 
-def test_the_measure_sees_chunks_that_the_backward_pass_keeps(monkeypatch):
-    monkeypatch.setattr(logprobs.jax, "checkpoint", lambda fn, policy: fn)
-    assert of_tokens(CHUNK, both) >= EVERYTHING
-
-
-def test_the_trainers_programs_hold_the_logits_of_one_chunk():
+def test_the_trainers_programs_hold_the_logits_of_one_block():
     one = sharding.make_mesh(dict.fromkeys(sharding.AXES, 1), jax.devices()[:1])
     programs = step.Programs(
         MODEL,
@@ -71,7 +66,7 @@ def test_the_trainers_programs_hold_the_logits_of_one_chunk():
         {"temperature": np.float32(1.0), "clip_eps": np.float32(0.2)},
         compute_dtype="float32",
         export_dtype="float32",
-        logprob_chunk=CHUNK,
+        vocab_block=BLOCK,
     )
     params, rows = programs.abstract.params, programs._abstract_rows((ROWS, LENGTH))
     number = jax.ShapeDtypeStruct((), np.float32)

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from areal_jax.models import sharding
 from areal_jax.models.logprobs import from_logits, token_logprobs
 from areal_jax.models.transformer import TransformerConfig, bind, graph, init_params
 
@@ -34,10 +35,10 @@ def full(model, hidden, tokens, temperature):
     return jnp.pad(chosen, ((0, 0), (1, 0))), jnp.pad(entropy, ((0, 0), (1, 0)))
 
 
-@pytest.mark.parametrize("chunk", [1, 8, 12, 48, 1000])
-def test_chunks_give_the_full_computation_and_its_gradient(chunk):
+@pytest.mark.parametrize("block", [1, 8, 24, 64, 1000])
+def test_blocks_give_the_full_computation_and_its_gradient(block):
     params = init_params(CONFIG, jax.random.key(0))
-    hidden, tokens = batch(L=13)  # chunks of equal size do not fill up such a row
+    hidden, tokens = batch(L=13)
     weights = jax.random.normal(jax.random.key(3), tokens.shape)
 
     def weighted(compute):
@@ -47,26 +48,63 @@ def test_chunks_give_the_full_computation_and_its_gradient(chunk):
 
         return jax.value_and_grad(loss, argnums=(0, 1))(params, hidden)
 
-    ours = weighted(lambda m, h: token_logprobs(m, h, tokens, temperature=0.7, chunk=chunk))
+    ours = weighted(lambda m, h: token_logprobs(m, h, tokens, temperature=0.7, block=block))
     theirs = weighted(lambda m, h: full(m, h, tokens, 0.7))
     for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
 
 
-def test_in_bfloat16_the_gradient_of_the_head_adds_up_in_float32():
-    """The same token 1,024 times, one chunk each: in bfloat16 a sum stays where it is from 256 times a term on."""
-    config = dataclasses.replace(CONFIG, tied_embeddings=True)
+def test_in_bfloat16_gradients_add_up_in_float32():
+    """Over 1,024 blocks of one id, and over 1,024 tokens, as in one product: half of it would be lost in bfloat16."""
+    config = dataclasses.replace(CONFIG, tied_embeddings=True, vocab_size=1024)
     params = {name: p.astype(jnp.bfloat16) for name, p in init_params(config, jax.random.key(0)).items()}
-    hidden = jnp.broadcast_to(batch()[0][:1, :1].astype(jnp.bfloat16), (1, 1025, config.d_model))
+    hidden = jax.random.normal(jax.random.key(1), (1, 1025, config.d_model), jnp.bfloat16)
+    tokens = jnp.zeros((1, 1025), jnp.int32)
 
-    def gradient(chunk):
-        def loss(embedding):
+    def gradients(block):
+        def loss(embedding, hidden):
             model = bind(graph(config), params | {"embedding": embedding})
-            return token_logprobs(model, hidden, jnp.zeros((1, 1025), jnp.int32), temperature=1.0, chunk=chunk)[0].sum()
+            return token_logprobs(model, hidden, tokens, temperature=1.0, block=block)[0].sum()
 
-        return jax.jit(jax.grad(loss))(params["embedding"]).astype(jnp.float32)
+        found = jax.jit(jax.grad(loss, argnums=(0, 1)))(params["embedding"], hidden)
+        return [gradient.astype(jnp.float32) for gradient in found]
 
-    np.testing.assert_allclose(gradient(1), gradient(1025), rtol=2e-2, atol=2.0)
+    for found, expected in zip(gradients(1), gradients(1024), strict=True):
+        assert jnp.linalg.norm(found - expected) < 4e-3 * jnp.linalg.norm(expected)
+
+
+def test_a_head_that_does_not_train_has_no_gradient_computed():
+    params = init_params(CONFIG, jax.random.key(0))
+    hidden, tokens = batch()
+
+    def compiled(argnums):
+        def loss(params, hidden):
+            return token_logprobs(bind(graph(CONFIG), params), hidden, tokens, temperature=1.0, block=8)[0].sum()
+
+        return jax.jit(jax.grad(loss, argnums=argnums)).lower(params, hidden).compile().as_text()
+
+    of_the_head = "tv,td->dv/dot_general"
+    assert of_the_head in compiled((0, 1)) and of_the_head not in compiled(1)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_device_whose_ids_are_all_without_probability_adds_nothing(tied):
+    """Of four parts of 64 ids the last two hold no live one; gradients too are those of a device that holds all."""
+    config = dataclasses.replace(CONFIG, live_vocab=20, tied_embeddings=tied)
+    params = init_params(config, jax.random.key(0))
+    hidden, tokens = batch()
+
+    def weighted(mesh):
+        def loss(params, hidden):
+            model = bind(graph(config), params)
+            logprobs, entropy = token_logprobs(model, hidden, tokens % 20, temperature=0.7, block=12, mesh=mesh)
+            return jnp.sum(logprobs) + 0.1 * jnp.sum(entropy)
+
+        return jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))(params, hidden)
+
+    split = sharding.make_mesh({"data": 2, "fsdp": 1, "tensor": 4})
+    for found, expected in zip(jax.tree.leaves(weighted(split)), jax.tree.leaves(weighted(None)), strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("temperature", [0.1, 1.0, 10.0])

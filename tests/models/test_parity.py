@@ -84,7 +84,7 @@ def test_logits_of_prefill_and_decode_are_those_of_transformers(variant, referen
     """The prompt ends before the original positions of rope scaling do, and decoding goes on beyond them."""
     model, tokens_BL, expected_BLV = open_reference(reference(variant))
     start, end = ORIGINAL_POSITIONS - 4, ORIGINAL_POSITIONS + 8
-    cache = decode.init_cache(model.layers[0].attention.config, 2, (16, 48), jnp.float32)
+    cache = decode.init_cache(model.config, 2, (16, 48), jnp.float32)
     cache = kv_cache.write_rows(IN_PIECES, cache, decode.prefill(model, tokens_BL[:, :start]), jnp.array([1, 0]))
     step = jax.jit(functools.partial(decode.decode_step, attended=48))
     for at in range(start, end):
@@ -109,7 +109,7 @@ def _logprobs(model: Transformer, tokens_L: jax.Array, lengths: list[int]) -> ja
     positions_L = jnp.concatenate([jnp.arange(length) for length in lengths])
     segments_L = jnp.repeat(jnp.arange(1, len(lengths) + 1), np.array(lengths))
     hidden_RLD = model(tokens_L[None], positions_L[None], segments_L[None])
-    return token_logprobs(model, hidden_RLD, tokens_L[None], temperature=1.0, chunk=64)[0][0]
+    return token_logprobs(model, hidden_RLD, tokens_L[None], temperature=1.0, block=64)[0][0]
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -26,6 +26,7 @@ from areal_jax.models.transformer import (
     param_shapes,
     rope_frequencies,
     rotate,
+    rotations,
     strip_rows,
 )
 
@@ -97,7 +98,8 @@ def test_rotation_depends_on_distance_only():
     frequencies = rope_frequencies(config_of(rope_theta=100.0))
 
     def score(a: int, b: int) -> jax.Array:
-        return jnp.sum(rotate(x, jnp.array([[a]]), frequencies) * rotate(y, jnp.array([[b]]), frequencies))
+        turned = [rotate(z, *rotations(frequencies, jnp.array([[at]]))) for z, at in ((x, a), (y, b))]
+        return jnp.sum(turned[0] * turned[1])
 
     np.testing.assert_allclose(score(3, 1), score(13, 11), rtol=1e-5)
     assert abs(score(3, 1) - score(3, 2)) > 1e-3
@@ -235,7 +237,7 @@ def test_ids_that_are_not_live_have_no_mass_and_no_gradient(family, temperature)
     def loss(params, config):
         model = bind(graph(config), params)
         hidden = model(tokens, positions, segments)
-        logprobs, entropy = token_logprobs(model, hidden, tokens, temperature=temperature, chunk=2)
+        logprobs, entropy = token_logprobs(model, hidden, tokens, temperature=temperature, block=7)
         return jnp.sum(logprobs * jnp.arange(6)) + jnp.sum(entropy**2), (logprobs, entropy)
 
     gradients, found = jax.grad(loss, has_aux=True)(params, config)
@@ -298,7 +300,7 @@ def test_the_default_model_fits_a_tensor_axis_that_does_not_divide_its_97_words(
     def logprobs(params, config):
         model = bind(graph(config), params)
         hidden = model(tokens, jnp.tile(jnp.arange(12), (8, 1)), jnp.ones((8, 12), jnp.int32))
-        return token_logprobs(model, hidden, tokens, temperature=0.7, chunk=32)
+        return token_logprobs(model, hidden, tokens, temperature=0.7, block=32)
 
     found = jax.jit(logprobs, static_argnums=1)(placed, wide)
     np.testing.assert_allclose(found, logprobs(jax.tree.map(jnp.asarray, params), whole), atol=1e-4)

@@ -89,7 +89,7 @@ def make_programs():
                 {"temperature": np.float32(1.0), "clip_eps": np.float32(0.2)},
                 compute_dtype=dtype,
                 export_dtype=export,
-                logprob_chunk=32,
+                vocab_block=32,
                 remat=remat,
             )
         return made[key]

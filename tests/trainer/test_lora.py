@@ -57,7 +57,7 @@ def programs_for(model_config, section, mesh=(1, 1, 1), *, dtype="float32", rema
         {"temperature": np.float32(1.0)},
         compute_dtype=dtype,
         export_dtype="float32",
-        logprob_chunk=32,
+        vocab_block=24,  # the head's gradient, which XLA drops, has shapes of its own
         remat=remat,
         trainable=lora.trainable(model_config, section),
     )

@@ -22,7 +22,7 @@ from areal_jax import compilation, distributed
 from areal_jax.config import build
 from areal_jax.metrics import StepLog
 from areal_jax.models import transformer
-from areal_jax.trainer import loop, shared
+from areal_jax.trainer import loop, shared, step
 
 GROUP, PROMPTS, LONGEST, STEPS = 4, 2, 16, 5
 TIMEOUT_S = 60.0
@@ -137,6 +137,7 @@ def main(directory, coordinator, count, index, event):
     count, index, stop = int(count), int(index), threading.Event()
     with distributed.joined(coordinator, index=index, count=count, timeout_s=TIMEOUT_S, stop=stop) as processes:
         processes.agree("the event", event)
+        step.GATHERED = 0 if count == 4 else step.GATHERED  # each whole parameter is waited for, or none
         if event != "late":
             train(pathlib.Path(directory), processes, event, stop)
         elif index == 0:
