@@ -57,6 +57,7 @@ _SWAPS = {True: "new weights load beside the old", False: "new weights take the 
 ESTIMATED = (
     "gradients of a microbatch",
     "weights as computed with",
+    "weights gathered over fsdp",
     "activations",
     "logits of a block",
     "prefill",
@@ -174,6 +175,7 @@ def trainer_bytes(config: Config, model: TransformerConfig, mesh: AbstractMesh) 
         "copy to publish": _itemsize(config.generation.dtype) * numbers(shapes),
         "gradients of a microbatch": FLOAT32 * trained,
         "weights as computed with": computed * numbers(trainable.adapted if computed == FLOAT32 else shapes),
+        "weights gathered over fsdp": _gathered(config, model, mesh),
         "activations": _activations(config, model, mesh, layout),
         "logits of a block": LOGIT_ARRAYS * FLOAT32 * _microbatch_tokens(layout) * block,
     }
@@ -241,6 +243,21 @@ def _activations(config: Config, model: TransformerConfig, mesh: AbstractMesh, l
     """Bytes that a microbatch of the largest shape needs on one device."""
     width = _numbers_per_token(config.trainer.remat, model, mesh.shape["tensor"])
     return round(_microbatch_tokens(layout) * _itemsize(config.trainer.dtype) * width)
+
+
+def _gathered(config: Config, model: TransformerConfig, mesh: AbstractMesh) -> int:
+    """Bytes of what lies on a device whole, though fsdp splits it: weights, and the gradient of the head.
+
+    A weight is gathered once for both passes, unless layers are computed again: then one layer is gathered at a time.
+    """
+    if mesh.shape["fsdp"] == 1:
+        return 0
+    whole = AbstractMesh((1, 1, mesh.shape["tensor"]), sharding.AXES)
+    sizes = {name: _shard_size(name, leaf, whole) for name, leaf in transformer.param_shapes(model).items()}
+    layers = sum(size for name, size in sizes.items() if name.startswith("layers."))
+    at_a_time = 1 if config.trainer.remat == "layers" else model.layers
+    held = sum(sizes.values()) - layers + layers * at_a_time // model.layers
+    return _itemsize(config.trainer.dtype) * held + FLOAT32 * sizes["embedding"]
 
 
 def _microbatch_tokens(layout: Layout) -> int:

@@ -169,6 +169,19 @@ def test_four_processes_train_as_one_does(tmp_path, alone):
     check_same_training(tmp_path, alone, [1, 2, 3, 4, 5])
 
 
+@pytest.mark.slow
+def test_two_processes_train_adapters_as_one_does_and_publish_them_merged(tmp_path, alone):
+    for count in (1, 2):
+        (tmp_path / str(count)).mkdir()
+        ends = run(tmp_path / str(count), count, "adapters")
+        assert [end.status for end in ends] == [0] * count, [end.error for end in ends]
+    check_same_training(tmp_path / "2", tmp_path / "1", [1, 2, 3, 4, 5])
+    with np.load(tmp_path / "2" / "5.npz") as adapted, np.load(alone / "0.npz") as base:
+        moved = {name for name in base if not np.array_equal(adapted[name], base[name])}
+        assert set(adapted) == set(base)
+    assert moved == {name for name in base if name.startswith("layers.") and "kernel" in name}
+
+
 def test_a_process_alone_joins_nobody_and_hands_everything_through():
     queue = object()
     with joined("", index=0, count=1, timeout_s=1.0, stop=threading.Event()) as processes:

@@ -3,8 +3,9 @@
     python tests/trainer/trainer_process.py DIRECTORY COORDINATOR COUNT INDEX EVENT
 
 In: five batches, which only process 0's queue hands out. Out, in DIRECTORY: metrics.jsonl, checkpoints/ and
-VERSION.npz, the params as process 0's publisher got them. EVENT: "none"; "late": process 1 never comes to a barrier;
-"kill:2" or "stop:2": once process 1 is through the step to version 2, it is killed, or asked to stop.
+VERSION.npz, the params as process 0's publisher got them. EVENT: "none"; "adapters": those train, and nothing else;
+"late": process 1 never comes to a barrier; "kill:2" or "stop:2": once process 1 is through the step to version 2, it is
+killed, or asked to stop.
 """
 
 import os
@@ -29,9 +30,10 @@ TIMEOUT_S = 60.0
 MESHES = {1: {"data": 1, "fsdp": 4}, 2: {"data": 1, "fsdp": 4}, 4: {"data": 2, "fsdp": 2}}
 
 
-def make_config(directory, count):
+def make_config(directory, count, event):
     return build(
         {
+            "model": {"lora": {"rank": 2, "alpha": 6.0}} if event == "adapters" else {},
             "run": {"dir": str(directory)},
             "rollout": {"group_size": GROUP, "max_new_tokens": LONGEST - 4, "max_staleness": 3},
             "data": {"max_prompt_tokens": 4},
@@ -113,7 +115,7 @@ def train(directory, processes, event, stop):
     word, _, version = event.partition(":")
     first = processes.index == 0
     known = KnownQueue(int(version) if word == "stop" else None)
-    strikes = {"kill": lambda: os.kill(os.getpid(), signal.SIGKILL), "stop": stop.set, "none": lambda: None}
+    strikes = {"kill": lambda: os.kill(os.getpid(), signal.SIGKILL), "stop": stop.set}
 
     def open_log(at):
         processes.barrier("every program is compiled")
@@ -121,11 +123,11 @@ def train(directory, processes, event, stop):
         return StepLog(directory, version=at, tensorboard=False, wandb=False) if first else shared.Silent()
 
     reached = loop.train(
-        make_config(directory, processes.count),
+        make_config(directory, processes.count, event),
         model_config=MODEL,
         read_params=read_params,
         queue=shared.leading_queue(known, processes) if first else shared.FollowingQueue(processes),
-        publisher=Kept(directory) if first else Struck(int(version or -1), strikes[word]),
+        publisher=Kept(directory) if first else Struck(int(version or -1), strikes.get(word, lambda: None)),
         open_log=open_log,
         stop=stop,
     )
