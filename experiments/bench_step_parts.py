@@ -7,7 +7,8 @@ part and of its useful FLOPs at the matmul rate. Called by `bench_trainer`. Wait
     attention        the mixing of a layer over packed rows, forward and backward, times the layers
     head             log-probabilities and entropies from the last hidden states, forward and backward
     optimizer        an empty accumulator, clipping and AdamW
-    rest             what the step takes beyond: embedding, copies between the parts, what XLA cannot overlap, dispatch
+    rest             what the step takes beyond: embedding, the angles of rotations, copies between the parts, what XLA
+                     cannot overlap, dispatch
 
 Every backward pass gets its cotangents as an argument, so that no product is simplified away.
 

@@ -57,7 +57,7 @@ _SWAPS = {True: "new weights load beside the old", False: "new weights take the 
 ESTIMATED = (
     "gradients of a microbatch",
     "weights as computed with",
-    "weights gathered over fsdp",
+    "whole, though rows are split",
     "activations",
     "logits of a block",
     "prefill",
@@ -175,7 +175,7 @@ def trainer_bytes(config: Config, model: TransformerConfig, mesh: AbstractMesh) 
         "copy to publish": _itemsize(config.generation.dtype) * numbers(shapes),
         "gradients of a microbatch": FLOAT32 * trained,
         "weights as computed with": computed * numbers(trainable.adapted if computed == FLOAT32 else shapes),
-        "weights gathered over fsdp": _gathered(config, model, mesh),
+        "whole, though rows are split": _whole(config, model, mesh),
         "activations": _activations(config, model, mesh, layout),
         "logits of a block": LOGIT_ARRAYS * FLOAT32 * _microbatch_tokens(layout) * block,
     }
@@ -245,19 +245,23 @@ def _activations(config: Config, model: TransformerConfig, mesh: AbstractMesh, l
     return round(_microbatch_tokens(layout) * _itemsize(config.trainer.dtype) * width)
 
 
-def _gathered(config: Config, model: TransformerConfig, mesh: AbstractMesh) -> int:
-    """Bytes of what lies on a device whole, though fsdp splits it: weights, and the gradient of the head.
+def _whole(config: Config, model: TransformerConfig, mesh: AbstractMesh) -> int:
+    """Bytes of what is whole on a device along the model axis, where the mesh splits rows.
 
-    A weight is gathered once for both passes, unless layers are computed again: then one layer is gathered at a time.
+    Of the layers their gathered weights, and once these go, gradients not yet summed. Of tables that train four: the
+    gradients of embedding and head, which may be one table, before and after they are summed over the devices.
     """
-    if mesh.shape["fsdp"] == 1:
+    if sharding.row_shards(mesh) == 1:
         return 0
-    whole = AbstractMesh((1, 1, mesh.shape["tensor"]), sharding.AXES)
-    sizes = {name: _shard_size(name, leaf, whole) for name, leaf in transformer.param_shapes(model).items()}
-    layers = sum(size for name, size in sizes.items() if name.startswith("layers."))
-    at_a_time = 1 if config.trainer.remat == "layers" else model.layers
-    held = sum(sizes.values()) - layers + layers * at_a_time // model.layers
-    return _itemsize(config.trainer.dtype) * held + FLOAT32 * sizes["embedding"]
+    along_tensor = AbstractMesh((1, 1, mesh.shape["tensor"]), sharding.AXES)
+    sizes = {name: _shard_size(name, leaf, along_tensor) for name, leaf in transformer.param_shapes(model).items()}
+    tables = {name: size for name, size in sizes.items() if name in transformer.VOCAB_AXIS}
+    gathered = _itemsize(config.trainer.dtype) * sum(sizes.values()) if mesh.shape["fsdp"] > 1 else 0
+    if not lora.trainable(model, config.model).trained(tables):
+        return gathered
+    counted = len(tables) if mesh.shape["fsdp"] == 1 else 0  # with the gradients of a microbatch
+    of_layers = gathered - _itemsize(config.trainer.dtype) * sum(tables.values()) if gathered else 0
+    return of_layers + FLOAT32 * (4 - counted) * sizes["embedding"]
 
 
 def _microbatch_tokens(layout: Layout) -> int:

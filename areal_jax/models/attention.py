@@ -67,7 +67,7 @@ class Kernels:
     cache: CacheLayout = IN_PIECES
     mesh: Mesh | None = None
     tile: int = 64  # tokens of a tile in the plain form of packed attention
-    per_token: Callable[..., Any] = all_at_once  # not attention: how norms, projections, feed-forward and head run
+    per_token: Callable[..., Any] = all_at_once  # not attention: how norms, projections, feed-forward, head are run
 
 
 PLAIN = Kernels()

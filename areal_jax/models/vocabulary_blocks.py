@@ -3,12 +3,13 @@
 The logits of all tokens never exist as a whole, forward or backward: no float32 array of tokens x vocabulary is
 allocated (19.9 GB for 32,768 x 151,936). The softmax is summed while the blocks go by (arXiv 1805.02867), and the
 backward pass computes each block once more from the saved log-sum-exp. It is the vocabulary that is cut and not the
-tokens, as the head's weights are then read once in a pass, and of their gradient every number is written once; and a
-block stays in the processor's cache between its products.
+tokens, as the head's weights, which are the larger array, are then read once in a pass, and each number of their
+gradient is computed once and not summed over chunks. What is read and added to block after block are the hidden states
+and their gradient: with more tokens than ids of a block, a larger block moves fewer bytes.
 
 In: the head's weights, hidden states, the tokens that they are to give. Out: two numbers for each. Called by
-`logprobs`; waits for nobody. Logits, sums and gradients are float32; products take their operands in the dtype of the
-hidden states.
+`logprobs`; waits for nobody. Logits, sums and gradients are float32; operands of products have the dtype of the hidden
+states (XLA's CPU backend makes float32 of bfloat16 ones for the gradient of the weights, and of the weights).
 
 Over a mesh of several devices each one goes through its own part of the vocabulary for its own rows: the weights are
 gathered over data and fsdp once, and their gradient is summed over them once. Left to the partitioner, both happen in
@@ -29,7 +30,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from areal_jax.models import sharding
 
-NO_PROBABILITY = jnp.finfo(jnp.float32).min  # a logit that adds nothing beside any other
+NO_PROBABILITY = float(jnp.finfo(jnp.float32).min)  # a logit that adds nothing beside any other
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +38,7 @@ class Head:
     """How the weights of a head lie, and how they are gone through."""
 
     axes: str  # "vd" or "dv"
-    rows: int  # ids that there are weights for
+    ids: int  # that there are weights for
     live: int  # ids from here on have no probability
     block: int  # ids whose logits exist at a time
     mesh: Mesh | AbstractMesh | None = None
@@ -52,7 +53,8 @@ class Head:
         return self.axes.index("v")
 
     @property
-    def weights(self) -> PartitionSpec:
+    def spec(self) -> PartitionSpec:
+        """How the weights are split where each device has the whole model axis."""
         return PartitionSpec(*("tensor" if axis == "v" else None for axis in self.axes))
 
 
@@ -60,7 +62,8 @@ class Head:
 def score(head: Head, weights: Array, hidden_RLD: Array, targets_RL: Array, temperature: Array) -> tuple[Array, Array]:
     """log p(target) and the entropy of softmax(logits / temperature), both [R, L] float32.
 
-    `temperature` is one number, or one for each token: [R, L, 1]. It gets no gradient.
+    `temperature` is one number, or one for each token: [R, L, 1]. It gets no gradient. A target that is not live has a
+    log-probability of about finfo.min, and no gradient at its own weights.
     """
     return _forward(head, weights, hidden_RLD, targets_RL, temperature)[0]
 
@@ -68,13 +71,13 @@ def score(head: Head, weights: Array, hidden_RLD: Array, targets_RL: Array, temp
 def _forward(
     head: Head, weights: Array, hidden_RLD: Array, targets_RL: Array, temperature: Array
 ) -> tuple[tuple[Array, Array], tuple[Array, ...]]:
-    given = (weights, jnp.asarray(temperature), hidden_RLD, targets_RL)
+    given = (weights, temperature, hidden_RLD, targets_RL)
     chosen_RL, log_z_RL, mean_RL = _on_each_device(head, functools.partial(_sums, head), sharding.ROWS)(*given)
     return (chosen_RL - log_z_RL, log_z_RL - mean_RL), (*given, log_z_RL, mean_RL)
 
 
 def _backward(head: Head, saved: tuple[Array, ...], gradients: tuple[Array, Array]) -> tuple[Array, Array, None, None]:
-    specs = (head.weights, sharding.ROWS)
+    specs = (head.spec, sharding.ROWS)
     weights, hidden_RLD = _on_each_device(head, functools.partial(_gradients, head), specs)(*saved, *gradients)
     return weights, hidden_RLD, None, None
 
@@ -88,10 +91,11 @@ def _on_each_device(head: Head, run: Callable[..., Any], results: Any) -> Callab
         return run
 
     def split(weights: Array, temperature: Array, *arrays: Array) -> Any:
+        one_or_each = sharding.ROWS if jnp.ndim(temperature) else sharding.REPLICATED
         return jax.shard_map(
             run,
             mesh=head.mesh,
-            in_specs=(head.weights, sharding.REPLICATED, *[sharding.ROWS] * len(arrays)),
+            in_specs=(head.spec, one_or_each, *[sharding.ROWS] * len(arrays)),
             out_specs=results,
             check_vma=False,  # it would have to be told what is the same on all devices along an axis
         )(weights, temperature, *arrays)
@@ -114,6 +118,7 @@ def _sums(
         new_T = jnp.maximum(highest_T, jnp.max(scaled_TW, axis=-1))
         masses_TW = jnp.exp(scaled_TW - new_T[:, None])
         kept_T = jnp.exp(highest_T - new_T)
+        # XLA's CPU backend takes a bare sum of products for a product of two vectors, ten times as slow.
         more_TW = jnp.where(masses_TW > 0, masses_TW * scaled_TW, 0.0)
         return (
             new_T,
@@ -165,7 +170,8 @@ def _gradients(
         scaled_TW = _scaled(head, weights, ids_W, temperature_T1, hidden_TD)
         probabilities_TW = jnp.exp(scaled_TW - log_z_T1)
         away_TW = jnp.where(probabilities_TW > 0, mean_T1 - scaled_TW, 0.0)
-        of_logits_TW = of_logprob_T1 * ((ids_W == targets_T[:, None]) - probabilities_TW)
+        is_target_TW = _live(head, ids_W, ids_W == targets_T[:, None], False)
+        of_logits_TW = of_logprob_T1 * (is_target_TW - probabilities_TW)
         of_logits_TW = (of_logits_TW + of_entropy_T1 * probabilities_TW * away_TW).astype(hidden_TD.dtype)
         of_block = _product(f"tv,td->{head.axes}", of_logits_TW, hidden_TD)
         of_weights = jax.lax.dynamic_update_slice_in_dim(of_weights, of_block, start, axis=head.vocabulary)
@@ -179,7 +185,7 @@ def _gradients(
 
 
 def _by_token(temperature: Array, hidden_RLD: Array, targets_RL: Array) -> tuple[Array, Array, Array]:
-    return temperature.reshape(-1, 1), hidden_RLD.reshape(-1, hidden_RLD.shape[-1]), targets_RL.reshape(-1)
+    return jnp.reshape(temperature, (-1, 1)), hidden_RLD.reshape(-1, hidden_RLD.shape[-1]), targets_RL.reshape(-1)
 
 
 def _over_blocks(head: Head, add: Callable[..., Any], weights: Array, so_far: Any) -> Any:
@@ -200,7 +206,12 @@ def _over_blocks(head: Head, add: Callable[..., Any], weights: Array, so_far: An
 def _scaled(head: Head, weights: Array, ids_W: Array, temperature_T1: Array, hidden_TD: Array) -> Array:
     """The logits of a block over the temperature, `NO_PROBABILITY` where an id is not live."""
     scaled_TW = _product(f"td,{head.axes}->tv", hidden_TD, weights) / temperature_T1
-    return scaled_TW if head.live == head.rows else jnp.where(ids_W < head.live, scaled_TW, NO_PROBABILITY)
+    return _live(head, ids_W, scaled_TW, NO_PROBABILITY)
+
+
+def _live(head: Head, ids_W: Array, array_TW: Array, otherwise: float | bool) -> Array:
+    """The array, with `otherwise` where an id is not live."""
+    return array_TW if head.live == head.ids else jnp.where(ids_W < head.live, array_TW, otherwise)
 
 
 def _product(axes: str, left: Array, right: Array) -> Array:

@@ -56,7 +56,7 @@ Scalars = Mapping[str, Any]  # hyperparameters that are arguments of a program, 
 Forward = Callable[[Params, Rows, Array], tuple[Array, Array]]
 Objective = Callable[[Array, Rows, Scalars], tuple[Array, Sums]]  # (logprobs [R, L], rows, scalars) -> loss sum, sums
 
-GATHERED = 1 << 30  # bytes of whole parameters that may lie on a device of process 0, on their way to its host
+GATHERED = 1 << 30  # bytes of a version's whole parameters that may lie on a device, on their way to the host
 CONTEXT = ("tokens", "positions", "segment_ids")
 TRAINED = (*CONTEXT, "loss_mask", "behav_logprobs", "advantages")
 
@@ -317,16 +317,19 @@ def published(programs: Programs, params: Params) -> Mapping[str, Array | np.nda
     if jax.process_count() == 1:
         return exported
     whole: dict[str, Array | np.ndarray] = {}
-    on_device: collections.deque[tuple[str, Array]] = collections.deque()
+    on_device: collections.deque[str] = collections.deque()
     for name, value in exported.items():
+        while on_device and value.nbytes + sum(whole[each].nbytes for each in on_device) > GATHERED:
+            oldest = on_device.popleft()
+            whole[oldest] = np.asarray(whole[oldest])
         gathered = programs.gather(value)  # by all processes
         if jax.process_index() == 0:
-            whole[name] = one = gathered.addressable_data(0)  # so that the other devices may forget it
-            one.copy_to_host_async()
-            on_device.append((name, one))
-            while sum(one.nbytes for _, one in on_device) > GATHERED:
-                oldest, one = on_device.popleft()
-                whole[oldest] = np.asarray(one)
+            on_one = gathered.addressable_data(0)
+            on_one.copy_to_host_async()
+            whole[name] = on_one
+            on_device.append(name)
+            del on_one
+        del gathered  # so that the other devices forget it at once, and this one as soon as its copy is made
     return whole
 
 

@@ -25,6 +25,7 @@ TINY = TransformerConfig(
     vocab_size=32, d_model=16, layers=2, heads=4, kv_heads=2, head_size=8, d_ff=32, qkv_bias=True, qk_norm=True
 )
 
+TABLES = {"d_model": 64, "heads": 4, "kv_heads": 2, "head_size": 16, "d_ff": 256, "vocab_size": 8192}  # they weigh most
 SHORT = {"d_model": 64, "heads": 4, "kv_heads": 2, "head_size": 16, "d_ff": 256}
 
 
@@ -150,32 +151,35 @@ def test_shared_memory_never_holds_more_versions_than_planned(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("shape", "max_length", "rows", "remat", "fsdp"),
+    ("shape", "max_length", "rows", "remat", "mesh"),
     [
-        (SHORT, 64, 16, "none", 1),  # feed-forward dominates
-        (SHORT, 512, 1, "none", 1),
-        ({"d_model": 128, "heads": 2, "kv_heads": 2, "head_size": 32, "d_ff": 512}, 128, 4, "none", 1),
-        (SHORT, 4096, 1, "none", 1),
-        (SHORT, 512, 1, "layers", 1),
-        (SHORT, 64, 16, "dots", 1),
-        (SHORT | {"vocab_size": 8192}, 256, 4, "none", 4),  # what is gathered is a good part of it
-        (SHORT | {"vocab_size": 8192}, 256, 4, "layers", 4),
+        (SHORT, 64, 16, "none", (1, 1)),  # feed-forward dominates
+        (SHORT, 512, 1, "none", (1, 1)),
+        ({"d_model": 128, "heads": 2, "kv_heads": 2, "head_size": 32, "d_ff": 512}, 128, 4, "none", (1, 1)),
+        (SHORT, 4096, 1, "none", (1, 1)),
+        (SHORT, 512, 1, "layers", (1, 1)),
+        (SHORT, 64, 16, "dots", (1, 1)),
+        (TABLES, 256, 4, "none", (1, 4)),
+        (TABLES | {"tied_embeddings": True}, 256, 4, "none", (1, 4)),
+        (TABLES | {"tied_embeddings": True}, 64, 8, "none", (4, 1)),
+        (TABLES, 256, 4, "layers", (1, 4)),
     ],
 )
 def test_the_estimate_of_a_microbatch_is_within_a_factor_of_what_the_compiler_takes(
-    shape, max_length, rows, remat, fsdp
+    shape, max_length, rows, remat, mesh
 ):
+    data, fsdp = mesh
     model = TransformerConfig(**{"vocab_size": 512, "layers": 6, **shape})
     trainer = {"token_budget": rows * max_length, "row_buckets": (max_length,), "vocab_block": 64, "remat": remat}
     config = a_config(
         data={"max_prompt_tokens": 16},
         rollout={"max_new_tokens": max_length - 16},
-        trainer=trainer | {"mesh": {"data": 1, "fsdp": fsdp}},
+        trainer=trainer | {"mesh": {"data": data, "fsdp": fsdp}},
     )
     schedule = state.learning_rate(config.trainer.optimizer, 10)
     programs = step.Programs(
         model,
-        sharding.make_mesh({"data": 1, "fsdp": fsdp, "tensor": 1}, jax.devices()[:fsdp]),
+        sharding.make_mesh({"data": data, "fsdp": fsdp, "tensor": 1}, jax.devices()[: data * fsdp]),
         state.make_optimizer(config.trainer.optimizer, schedule),
         schedule,
         step.decoupled_objective,
@@ -185,7 +189,7 @@ def test_the_estimate_of_a_microbatch_is_within_a_factor_of_what_the_compiler_ta
         vocab_block=64,
         remat=remat,
     )
-    layout = make_layout((max_length,), max_length=max_length, token_budget=rows * max_length, shards=fsdp)
+    layout = make_layout((max_length,), max_length=max_length, token_budget=rows * max_length, shards=data * fsdp)
     arguments = programs.abstract.params, programs._abstract_rows(layout.shapes[0])
     lowered = programs.accumulate.lower(
         arguments[0], arguments[0], arguments[1], jax.ShapeDtypeStruct((), np.float32), programs.with_own_prox(False)

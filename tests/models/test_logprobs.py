@@ -87,6 +87,44 @@ def test_a_head_that_does_not_train_has_no_gradient_computed():
     assert of_the_head in compiled((0, 1)) and of_the_head not in compiled(1)
 
 
+def test_a_target_without_probability_moves_no_weight_of_its_own():
+    """As in the plain formula, in which its logit is a constant."""
+    config = dataclasses.replace(CONFIG, live_vocab=20, tied_embeddings=True)
+    params = init_params(config, jax.random.key(0))
+    hidden, tokens = batch()
+
+    def compute(logprobs_of):
+        def loss(params, hidden):
+            return jnp.sum(logprobs_of(bind(graph(config), params), hidden)[0])
+
+        return jax.grad(loss, argnums=(0, 1))(params, hidden)
+
+    of_params, of_hidden = compute(lambda m, h: token_logprobs(m, h, tokens, temperature=1.0, block=8))
+    expected_params, expected_hidden = compute(lambda m, h: full(m, h, tokens, 1.0))
+    assert np.any(tokens >= 20) and not np.any(of_params["embedding"][20:])
+    np.testing.assert_allclose(of_params["embedding"], expected_params["embedding"], rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(of_hidden, expected_hidden, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("shape", [(), (4, 12, 1)])
+def test_one_temperature_or_one_for_each_token_also_under_a_checkpoint_and_over_a_mesh(shape):
+    model = bind(graph(CONFIG), init_params(CONFIG, jax.random.key(0)))
+    hidden, tokens = batch()
+    temperature = 0.7 if shape == () else jax.random.uniform(jax.random.key(5), shape, minval=0.5, maxval=2.0)
+
+    def gradient(mesh):
+        @jax.checkpoint
+        def loss(hidden):
+            return token_logprobs(model, hidden, tokens, temperature=temperature, block=12, mesh=mesh)[0].sum()
+
+        return jax.jit(jax.grad(loss))(hidden)
+
+    split = sharding.make_mesh({"data": 2, "fsdp": 2, "tensor": 2})
+    expected = jax.grad(lambda hidden: full(model, hidden, tokens, temperature)[0].sum())(hidden)
+    np.testing.assert_allclose(gradient(None), expected, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(gradient(split), expected, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_device_whose_ids_are_all_without_probability_adds_nothing(tied):
     """Of four parts of 64 ids the last two hold no live one; gradients too are those of a device that holds all."""
