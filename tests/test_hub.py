@@ -204,7 +204,13 @@ def test_a_run_downloads_its_model_once_and_its_parts_find_it_in_the_cache(tmp_p
         "model.shape": "configs/arithmetic_model/config.json",
         "run.dir": tmp_path / "run",
         "trainer.steps": 1,
-        "eval.prompts": 8,
+        "trainer.prompts_per_step": 2,  # as few programs, and as small ones, as do
+        "trainer.objective.minibatches": 1,
+        "rollout.max_new_tokens": 8,
+        "generation.slots": 8,
+        "generation.length_buckets": "(112,)",
+        "eval.prompts": 2,
+        "metrics.tensorboard": False,
     }
     command = [sys.executable, "-m", "areal_jax.main", "--config=configs/math.py"]
     command += [f"--config.{key}={value}" for key, value in settings.items()]
