@@ -87,7 +87,10 @@ def best(found: Mapping[str, Any]) -> dict[str, Any]:
     measured = by_dtype(found)
     rates = {dtype: of["huggingface"]["tokens_per_second"] for dtype, of in measured.items() if "huggingface" in of}
     ours = max(rates, key=lambda dtype: rates[dtype]["ours"]) if rates else next(iter(measured))
-    ratios = {name: measured[ours][name] for name in RATIOS if name in measured[ours]}
+    rated: dict[str, Any] = {}
+    for of in (*measured.values(), measured[ours]):  # a part may have been run in another dtype only
+        rated |= {name: of[name] for name in RATIOS if name in of}
+    ratios = {name: rated[name] for name in RATIOS if name in rated}
     if rates:
         for ratio, order in (("vs_huggingface", "arrival"), ("vs_huggingface_sorted", "length")):
             ratios[ratio] = rates[ours]["ours"] / max(rate[order] for rate in rates.values())

@@ -395,6 +395,24 @@ def test_runs_have_directories_of_their_own_and_find_them_again(tmp_path):
     assert weights.run_directory("/elsewhere", tmp_path).parent.as_posix() == "/elsewhere"
 
 
+def test_every_copy_to_the_host_starts_before_the_first_is_waited_for(tmp_path):
+    events = []
+
+    class OnDevice:
+        def __init__(self, name):
+            self.name = name
+
+        def copy_to_host_async(self):
+            events.append(("starts", self.name))
+
+        def __array__(self, dtype=None, copy=None):
+            events.append(("is waited for", self.name))
+            return np.zeros(3, np.float32)
+
+    shared_memory_sender(tmp_path, push=lambda file: None)({name: OnDevice(name) for name in "abc"}, 1)
+    assert events == [(what, name) for what in ("starts", "is waited for") for name in "abc"]
+
+
 def test_publish_returns_at_once_sends_one_at_a_time_and_announces_last():
     events, may_send, began = [], threading.Event(), time.time()
 

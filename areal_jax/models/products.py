@@ -1,10 +1,11 @@
 """Products with weights, and the sums of backward passes, in the form in which each backend computes them fastest.
 
 In: activations of tokens and a kernel. Out: the sum over the axes that they share. Called by the layers and the head of
-the transformer, and by adapters. Accelerators get the product as it stands: they add up in float32 whatever the dtype
-of the result. For XLA's CPU backend it is a product of two matrices, as tokens or heads with axes of their own send the
-backward pass through transposed copies. Its kernels for bfloat16 are used only where the result is float32, and for any
-other it makes float32 of the operands, which takes several times as long: so the result is float32, rounded after.
+the transformer, and by adapters. In bfloat16 the result is float32, rounded after: what is summed over devices, a
+kernel's gradient above all, is summed before it is rounded. And XLA's CPU backend uses its kernels for bfloat16 only
+then; for any other result it makes float32 of the operands, which takes several times as long. In float32 accelerators
+get the product as it stands, and the CPU backend one of two matrices, as tokens or heads with axes of their own send
+the backward pass through transposed copies.
 """
 
 import functools
@@ -20,8 +21,6 @@ ROUNDED = "rounded product"  # what `jax.checkpoint` calls a result of `product`
 
 def product(x: Array, kernel: Array, contracted: int) -> Array:
     """The sum over the last `contracted` axes of x and the first of the kernel, in their dtype."""
-    if jax.default_backend() != "cpu":
-        return jnp.tensordot(x, kernel, axes=contracted)
     if x.dtype == jnp.bfloat16:
         return _rounded_product(contracted, x, kernel)
     return product_in_float32(x, kernel, contracted).astype(x.dtype)

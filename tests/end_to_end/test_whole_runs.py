@@ -1,5 +1,6 @@
 """Whole runs of the real command on the model of configs/math.py: three processes, threads, and parts by hand."""
 
+import json
 import math
 
 import numpy as np
@@ -63,6 +64,23 @@ def test_a_second_run_in_the_same_directory_is_refused(whole):
 
 def test_every_step_has_a_line_of_finite_numbers(whole):
     check_metrics(job.lines(whole[0], "metrics"), STEPS)
+
+
+def test_every_version_has_a_line_with_the_seconds_of_each_stage_of_its_publish(whole):
+    lines = job.lines(whole[0], "publishes")
+    assert [line["version"] for line in lines] == list(range(STEPS + 1))
+    for line in lines:
+        assert 0 < line["copy_s"] + line["write_s"] + line["push_s"] <= line["total_s"]
+
+
+def test_the_timeline_shows_every_part_of_the_run_on_one_clock(whole):
+    events = json.loads((whole[0] / "timeline.json").read_text())["traceEvents"]
+    names = {event["args"]["name"] for event in events if event["name"] in ("process_name", "thread_name")}
+    assert {"trainer", "rollout controller"} <= names and any(name.startswith("generation server") for name in names)
+    spans = [event for event in events if event["ph"] == "X"]
+    begun, ended = min(e["ts"] for e in spans), max(e["ts"] + e["dur"] for e in spans)
+    assert {event["pid"] for event in spans} >= {e["pid"] for e in events if e["name"] == "process_name"}
+    assert 0 < (ended - begun) / 1e6 < 120, "seconds; all of it lies in the time of the run"
 
 
 def test_three_swaps_or_more_happen_in_mid_sequence(whole):

@@ -80,6 +80,8 @@ def test_a_model_is_rated_by_the_best_of_both_sides():
     ratios = {"vs_huggingface": 90 / 25, "vs_huggingface_sorted": 90 / 40, "over_bound": {"8": 1}}
     assert bench_generation.best(found) == {"dtype": "bfloat16", **ratios}
     assert bench_generation.best({"bfloat16": {"vs_static": 2.0}}) == {"dtype": "bfloat16", "vs_static": 2.0}
+    found["float32"]["vs_static"] = 2.0  # which was measured in this dtype only
+    assert bench_generation.best(found) == {"dtype": "bfloat16", **ratios, "vs_static": 2.0}
 
 
 def test_other_libraries_are_given_every_product_of_a_step():

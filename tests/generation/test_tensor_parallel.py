@@ -1,5 +1,6 @@
 """A server whose heads are split over several devices is the server on one: tokens, log-probabilities, swaps."""
 
+import dataclasses
 import re
 
 import jax
@@ -26,6 +27,7 @@ TIED = TransformerConfig(
     d_ff=32,
     tied_embeddings=True,
 )
+WIDE = dataclasses.replace(TIED, heads=8, kv_heads=8)
 PROMPTS = [np.array([1, 2, 3], np.int32), np.arange(4, 15, dtype=np.int32)]
 
 
@@ -60,8 +62,10 @@ def run(engine: Engine, **weights) -> tuple[np.ndarray, np.ndarray]:
 
 
 # At scale 3 most log-probabilities are near 0 or below -5: logits are some ten times as large, and so is rounding.
-@pytest.mark.parametrize(("scale", "atol"), [(1, 1e-5), (3, 1e-4)])
-@pytest.mark.parametrize(("config", "tensor"), [(CONFIG, 2), (CONFIG, 4), (TIED, 2)])
+@pytest.mark.parametrize(
+    ("config", "tensor", "scale", "atol"),
+    [(CONFIG, 2, 1, 1e-5), (CONFIG, 2, 3, 1e-4), (CONFIG, 4, 1, 1e-5), (TIED, 2, 3, 1e-4), (WIDE, 8, 1, 1e-5)],
+)
 def test_more_devices_give_the_same_tokens_and_logprobs_across_a_swap(config, tensor, scale, atol):
     tokens, logprobs = run(engine_of(1, config), scale=scale)
     split_tokens, split_logprobs = run(engine_of(tensor, config), scale=scale)

@@ -81,12 +81,15 @@ def layer_loss(remat):
     return loss, params
 
 
-def test_products_of_a_training_step_are_of_bfloat16_with_float32_sums():
+@pytest.mark.parametrize("backend", ["cpu", "gpu"])
+def test_products_of_a_training_step_are_of_bfloat16_with_float32_sums(backend, monkeypatch):
+    """So that the partitioner, too, sums a kernel's gradient over devices in float32."""
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
     loss, params = layer_loss("none")
     found = [
         eqn for eqn in equations(jax.make_jaxpr(jax.grad(loss))(params).jaxpr) if eqn.primitive.name == "dot_general"
     ]
-    # Attention's have batch axes, and of a sum's one side is a vector of ones.
+    # Attention's have batch axes, and of a sum's one side is a vector of ones (on the CPU).
     with_weights = [
         eqn
         for eqn in found

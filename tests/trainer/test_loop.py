@@ -10,6 +10,7 @@ from areal_jax.config import ProfileConfig, build
 from areal_jax.trainer import loop, state
 from areal_jax.trainer.journal import TIMES
 from areal_jax.trajectory_queue import TrajectoryQueue
+from areal_jax.weights import Publisher
 
 GROUP = 4
 LONGEST = 16
@@ -84,7 +85,10 @@ class Run:
         return self.lines
 
     def train(self, arrive=lambda version: None):
-        self.publisher = FakePublisher(self.queue, arrive)
+        return self.train_with(FakePublisher(self.queue, arrive))
+
+    def train_with(self, publisher):
+        self.publisher = publisher
         return loop.train(
             self.config,
             model_config=self.model_config,
@@ -125,6 +129,32 @@ def test_every_batch_makes_a_version_that_is_published(uninterrupted, params):
     kernels = [weights["layers.0.attention.query.kernel"] for weights in run.publisher.published.values()]
     assert all((before != after).any() for before, after in itertools.pairwise(kernels))
     assert run.queue.wait_announcement(4, 0).finished
+
+
+def test_a_step_does_not_wait_for_the_publish_of_the_version_before(
+    tmp_path, model_config, params, groups, monkeypatch
+):
+    """Version 1 is sent until the updates of step 2 are done; were they waited for, neither would end."""
+    run = Run(make_config(tmp_path, steps=2), model_config, params)
+    for group in groups:
+        run.queue.put(group)
+    steps, second_is_done, in_time = [], threading.Event(), []
+
+    def update_all(*given, **options):
+        steps.append(loop_update_all(*given, **options))
+        if len(steps) == 2:
+            second_is_done.set()
+        return steps[-1]
+
+    def send(params, version):
+        if version == 1:
+            in_time.append(second_is_done.wait(60))
+        return {}
+
+    loop_update_all = loop.update_all
+    monkeypatch.setattr(loop, "update_all", update_all)
+    assert run.train_with(Publisher(send, run.queue.announce)) == 2
+    assert in_time == [True]
 
 
 def test_every_step_leaves_a_line(uninterrupted):

@@ -135,6 +135,21 @@ def test_weights_are_gathered_once_gradients_summed_once_and_tokens_stay_with_th
     assert not found
 
 
+def test_the_proximal_pass_gathers_weights_once_and_an_export_sends_nothing(programs_on):
+    programs = programs_on((1, 4, 2))
+    params, rows = programs.abstract.params, programs._abstract_rows((ROWS, LENGTH))
+    context = {name: rows[name] for name in step.CONTEXT}
+    number = jax.ShapeDtypeStruct((), np.float32)
+    found = collectives(programs.logprobs.lower(params, context, number).compile())
+    whole, lying = gradient_sizes(programs.mesh)
+    assert found.pop("all-gather") == collections.Counter(whole[name] for name in whole if whole[name] != lying[name])
+    tokens = ROWS // programs.shards * LENGTH
+    # What embedding, attention and feed-forward give; a maximum and sums over the vocabulary.
+    assert found.pop("all-reduce") <= collections.Counter({tokens * MODEL.d_model: 3, tokens: 4})
+    assert not found
+    assert not collectives(programs.export.lower(params).compile())
+
+
 @pytest.mark.parametrize("mesh", MESHES)
 def test_an_update_sends_single_numbers_only(mesh, programs_on):
     programs = programs_on(mesh)
