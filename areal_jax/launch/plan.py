@@ -10,6 +10,8 @@ decides is estimated, and the report says so:
     activations    tokens of a microbatch * layers * b * (4 D + 3 (N + 2 K) H + 5 F)
     with remat     the same of one layer, and of each other one tokens * b * 3 D (layers), or
                    tokens * b * (2 D + (N + 2 K) H + 2 F) (dots)
+    rows split     the layers' weights that fsdp gathers, and four tables of the vocabulary's gradients: see `_whole`
+    logits         of two blocks of the vocabulary, for all tokens of a microbatch
     prefill        rows * L * (keys and values + b * (2 D + 2 (N + K) H + 2 F)), for the bucket L that needs most; rows
                    are prefill_tokens // L, at least 1 and at most prefill_rows
 
@@ -255,13 +257,12 @@ def _whole(config: Config, model: TransformerConfig, mesh: AbstractMesh) -> int:
         return 0
     along_tensor = AbstractMesh((1, 1, mesh.shape["tensor"]), sharding.AXES)
     sizes = {name: _shard_size(name, leaf, along_tensor) for name, leaf in transformer.param_shapes(model).items()}
-    tables = {name: size for name, size in sizes.items() if name in transformer.VOCAB_AXIS}
-    gathered = _itemsize(config.trainer.dtype) * sum(sizes.values()) if mesh.shape["fsdp"] > 1 else 0
+    tables = {name: sizes.pop(name) for name in transformer.VOCAB_AXIS if name in sizes}
+    gathered = _itemsize(config.trainer.dtype) if mesh.shape["fsdp"] > 1 else 0  # bytes of a number that is
     if not lora.trainable(model, config.model).trained(tables):
-        return gathered
-    counted = len(tables) if mesh.shape["fsdp"] == 1 else 0  # with the gradients of a microbatch
-    of_layers = gathered - _itemsize(config.trainer.dtype) * sum(tables.values()) if gathered else 0
-    return of_layers + FLOAT32 * (4 - counted) * sizes["embedding"]
+        return gathered * (sum(sizes.values()) + sum(tables.values()))
+    counted = 0 if gathered else len(tables)  # with the gradients of a microbatch
+    return gathered * sum(sizes.values()) + FLOAT32 * (4 - counted) * tables["embedding"]
 
 
 def _microbatch_tokens(layout: Layout) -> int:
