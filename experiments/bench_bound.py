@@ -139,7 +139,7 @@ def decoding(bench: Bench, batch: int, buckets: tuple[int, ...]) -> Decoding:
     requests.length[:] = requests.prompt_length[:] = bench.prompt_tokens
     requests.limit[:] = buckets[-1]
     requests.sample[:] = np.arange(batch)
-    state = engine.admit(weights, engine.init_decode_state(), [bench.prompts[0]], requests)
+    state = engine.start(engine.init_decode_state(), engine.prefill_rows(weights, [bench.prompts[0]]), requests)
     return Decoding(engine, weights, state, bench.prompt_tokens)
 
 

@@ -183,7 +183,7 @@ def swap(config: TransformerConfig, length: int, dtype: str) -> tuple[float, flo
         requests.row[slot], requests.uid[slot], requests.limit[slot] = slot, slot, length
         requests.length[slot] = requests.prompt_length[slot] = len(row)
     weights = engine.load(old, 1)
-    state = engine.admit(weights, engine.init_decode_state(), rows, requests)
+    state = engine.start(engine.init_decode_state(), engine.prefill_rows(weights, rows), requests)
     state, _ = engine.decode(weights, state, longest + 8)
     weights = engine.load(new, 2)
     recompute = functools.partial(engine.recompute, weights, slots=range(8), lengths=[longest + 8] * 8)

@@ -8,6 +8,8 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
+HELD = 2  # of the largest prefills, whose rows may wait for slots
+
 
 def default_buckets(max_length: int) -> tuple[int, ...]:
     """Powers of two from 32 on, and the limit itself.
@@ -50,6 +52,11 @@ class PrefillShapes:
     def most(self, bucket: int) -> int:
         """Rows of the larger prefill of a bucket."""
         return max(1, min(self.most_rows, self.most_tokens // bucket))
+
+    @property
+    def most_waiting(self) -> int:
+        """Tokens, padding too, of prefilled rows that may wait for slots: one prefill per bucket where these double."""
+        return HELD * max(self.most(bucket) * bucket for bucket in self.buckets)
 
     def shape(self, lengths: Sequence[int]) -> tuple[int, int]:
         """Rows and tokens per row of the compiled prefill that holds rows of these lengths."""

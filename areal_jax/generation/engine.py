@@ -110,6 +110,14 @@ class Prefix:
     length: Array  # [] int32
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class PrefilledRows:
+    """Keys and values of rows, and their tokens, padded; any number of slots may start from them."""
+
+    rows: decode.Rows
+    tokens: np.ndarray  # [B, L] int32
+
+
 @dataclasses.dataclass(frozen=True)
 class EngineOptions:
     """Static sizes of an engine; see `config.GenerationConfig`."""
@@ -207,14 +215,16 @@ class Engine(engine_api.Engine):
         counted = jax.device_put(np.int32(version), placement.everywhere(self._mesh))
         return jax.block_until_ready(Weights(placed, counted))
 
-    def admit(
-        self, weights: Weights, state: DecodeState, rows: Sequence[np.ndarray], requests: Requests
-    ) -> DecodeState:
-        """Prefills rows, a group of `shapes.groups`, and starts the slots of `requests`."""
+    def prefill_rows(self, weights: Weights, rows: Sequence[np.ndarray]) -> PrefilledRows:
+        """Prefills rows of tokens, a group of `shapes.groups`."""
         tokens_BL = np.zeros(self.shapes.shape([len(row) for row in rows]), np.int32)
         for row, tokens in zip(tokens_BL, rows, strict=False):
             row[: len(tokens)] = tokens
-        return self._insert(state, self._prefill(weights.params, tokens_BL), tokens_BL, requests)
+        return PrefilledRows(self._prefill(weights.params, tokens_BL), tokens_BL)
+
+    def start(self, state: DecodeState, prefilled: PrefilledRows, requests: Requests) -> DecodeState:
+        """Starts the slots of `requests` from prefilled rows, of which several slots may take the same."""
+        return self._insert(state, prefilled.rows, prefilled.tokens, requests)
 
     def recompute(
         self, weights: Weights, state: DecodeState, slots: Sequence[int], lengths: Sequence[int]
@@ -255,7 +265,8 @@ class Engine(engine_api.Engine):
         for done, bucket in enumerate(self.buckets):
             report(done, len(self.buckets))
             for rows in {1, self.shapes.most(bucket)}:
-                state = self.admit(weights, state, [np.zeros(bucket, np.int32)] * rows, nothing)
+                prefilled = self.prefill_rows(weights, [np.zeros(bucket, np.int32)] * rows)
+                state = self.start(state, prefilled, nothing)
                 state = self.recompute(weights, state, range(rows), [bucket] * rows)
             for slots in self.slot_buckets:
                 state, _ = self.decode(weights, state, bucket, range(slots))

@@ -8,6 +8,7 @@ One turn of the loop:
     expire         ends the requests whose time is over
     admit          fills free slots from the waiting requests, evaluation first; one prefill for all samples of a prompt
     decode         dispatches up to `decode_steps` tokens for every slot
+    prefill ahead  dispatches, behind it, the prefill of who is next where no slot is free (prefilled.py)
     harvest        reads the dispatch before, while the device works on this one; looks for stop strings, drops what was
                    made behind them, frees slots, calls back
 Waits for commands only when no slot is active and nothing is admitted. When more samples wait than slots are free, it
@@ -34,6 +35,7 @@ import numpy as np
 from areal_jax import compilation
 from areal_jax.generation import request_checks
 from areal_jax.generation.engine import Engine, Requests, Weights, empty_requests
+from areal_jax.generation.prefilled import Prefilled
 from areal_jax.generation.stop_strings import StopStrings
 from areal_jax.generation.tickets import (
     Admission,
@@ -98,6 +100,7 @@ class Scheduler:
         self._tickets: dict[int, Ticket] = {}
         self._deadlines: dict[int, float] = {}  # by ticket, on this clock; of those that have one
         self._waiting = Waiting()
+        self._prefilled = Prefilled(engine)
         self._waiting_samples = 0  # there, and in tickets that are still on their way there
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._draining: Callable[[], None] | None = None
@@ -219,6 +222,8 @@ class Scheduler:
         if self._free and self._admissible():
             self._admit()
         dispatched = self._dispatch()
+        if self._admissible():  # no slot is free
+            self._prefilled.have_next(self._weights, self._waiting)
         self._hand_out(made or self._collect())
         self._pending = dispatched
         if dispatched is not None:
@@ -292,16 +297,20 @@ class Scheduler:
         self._free.append(index)
 
     def _admit(self) -> None:
-        """Starts as many waiting samples as there are free slots; rows of a like length share a prefill."""
-        admissions = self._waiting.take(len(self._free))
-        for group in self._engine.shapes.groups([len(admission.tokens) for admission in admissions]):
-            requests = empty_requests(self._engine.options.slots)
-            for row, place in enumerate(group):
-                self._start(admissions[place], row, requests)
-            rows = [admissions[place].tokens for place in group]
-            self._state = self._engine.admit(self._weights, self._state, rows, requests)
-        with self._lock:
-            self._waiting_samples -= sum(len(admission.samples) for admission in admissions)
+        """Starts as many waiting samples as there are free slots."""
+        while self._free and self._waiting:
+            self._prefilled.have_next(self._weights, self._waiting)
+            admissions = self._waiting.take(len(self._free), self._prefilled)
+            for prefilled, rows in self._prefilled.of(admissions):
+                requests = empty_requests(self._engine.options.slots)
+                for admission, row in rows:
+                    self._start(admission, row, requests)
+                self._state = self._engine.start(self._state, prefilled, requests)
+            for ticket in (admission.ticket for admission in admissions):
+                if not ticket.waiting:
+                    self._prefilled.forget(ticket.number)
+            with self._lock:
+                self._waiting_samples -= sum(len(admission.samples) for admission in admissions)
 
     def _start(self, admission: Admission, row: int, requests: Requests) -> None:
         ticket = admission.ticket
@@ -339,6 +348,8 @@ class Scheduler:
         elif sample in ticket.waiting:
             self.telemetry.end("stop")
             self._waiting.leave_out(ticket, sample)
+            if not ticket.waiting:
+                self._prefilled.forget(number)
             with self._lock:
                 self._waiting_samples -= 1
         else:
@@ -370,6 +381,7 @@ class Scheduler:
             self._waiting_samples -= len(ticket.waiting)
         self.telemetry.end(reason, len(ticket.waiting) + len(ticket.running))
         self._waiting.drop(ticket)
+        self._prefilled.forget(number)
         self._state = self._engine.deactivate(self._state, sorted(ticket.running))
         for index in list(ticket.running):
             self._release(index)
@@ -394,6 +406,7 @@ class Scheduler:
                 ValueError(f"version {version} is not newer than version {self._version}, which is held")
             )
             return
+        self._prefilled.clear()
         self._hand_out(self._collect())  # what the device still does under the old weights is no part of the stall
         began = self._clock()
         self._take(load, version)

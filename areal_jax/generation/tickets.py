@@ -6,7 +6,8 @@ thread; all of it is used on the engine's thread.
 
 import collections
 import dataclasses
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Container, Iterator
 
 import numpy as np
 
@@ -17,6 +18,7 @@ from areal_jax.types import Chunk, GenerateRequest
 
 OnChunks = Callable[[list[Chunk]], None]
 OnError = Callable[[Exception], None]
+RowKey = tuple[int, int | None]  # a ticket's number, and which sample goes on; None: those that start from the prompt
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -37,10 +39,13 @@ class Ticket:
         """The length at which its sequences end."""
         return len(self.request.prompt_tokens) + self.request.sampling.max_new_tokens
 
-    def tokens(self, sample: int) -> np.ndarray:
-        """What is known of a sample before it is admitted."""
-        prompt_tokens, partial = self.request.prompt_tokens, self.request.partial.get(sample)
-        return prompt_tokens if partial is None else np.concatenate([prompt_tokens, partial.tokens])
+    @property
+    def rows(self) -> "Iterator[Admission]":
+        """Its waiting samples by the tokens that they start from: those of the prompt, then each that goes on."""
+        fresh = [sample for sample in self.waiting if sample not in self.request.partial]
+        if fresh:
+            yield Admission(self, fresh)
+        yield from (Admission(self, [sample]) for sample in self.waiting if sample in self.request.partial)
 
 
 @dataclasses.dataclass(slots=True)
@@ -57,11 +62,23 @@ class Slot:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Admission:
-    """Samples that start together from the same tokens."""
+    """Samples that start from the same tokens: a row of a prefill."""
 
     ticket: Ticket
     samples: list[int]
-    tokens: np.ndarray
+
+    @property
+    def key(self) -> RowKey:
+        sample = self.samples[0]
+        return self.ticket.number, sample if sample in self.ticket.request.partial else None
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """What is known of the samples before they are admitted."""
+        request, (_, sample) = self.ticket.request, self.key
+        if sample is None:
+            return request.prompt_tokens
+        return np.concatenate([request.prompt_tokens, request.partial[sample].tokens])
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -86,17 +103,23 @@ class Waiting:
     def put(self, ticket: Ticket) -> None:
         self._lane(ticket).append(ticket)
 
-    def take(self, free: int) -> list[Admission]:
-        """The next samples, at most `free`; those of a prompt together, and one that goes on in a row of its own."""
+    def __iter__(self) -> Iterator[Admission]:
+        """All of them, row by row, in the order in which they are admitted."""
+        return (row for ticket in itertools.chain(self._evaluation, self._rollout) for row in ticket.rows)
+
+    def take(self, free: int, ready: Container[RowKey]) -> list[Admission]:
+        """The next samples, at most `free`, up to the first whose row is not `ready`."""
         admissions = []
         while free and self:
             lane = self._evaluation or self._rollout
             ticket = lane[0]
-            fresh = [sample for sample in ticket.waiting if sample not in ticket.request.partial]
-            samples = (fresh or ticket.waiting[:1])[:free]
-            admissions.append(Admission(ticket, samples, ticket.tokens(samples[0])))
-            free -= len(samples)
-            ticket.waiting = [sample for sample in ticket.waiting if sample not in samples]
+            row = next(ticket.rows)
+            if row.key not in ready:
+                break
+            taken = Admission(ticket, row.samples[:free])
+            admissions.append(taken)
+            free -= len(taken.samples)
+            ticket.waiting = [sample for sample in ticket.waiting if sample not in taken.samples]
             if not ticket.waiting:
                 lane.popleft()
         return admissions

@@ -42,7 +42,7 @@ from areal_jax import hub
 from areal_jax.algorithms.packing import Layout, make_layout
 from areal_jax.config import Config
 from areal_jax.generation import placement
-from areal_jax.generation.buckets import PrefillShapes, default_buckets
+from areal_jax.generation.buckets import HELD, PrefillShapes, default_buckets
 from areal_jax.launch import roles
 from areal_jax.models import decode, sharding, transformer
 from areal_jax.models.huggingface import load_config
@@ -198,10 +198,13 @@ def generator_bytes(config: Config, model: TransformerConfig) -> dict[str, int]:
 
     shapes = PrefillShapes(buckets, min(settings.prefill_rows, settings.slots), settings.prefill_tokens)
 
+    def rows(length: int) -> int:
+        return shapes.most(length) * cache(1, length=length)
+
     def prefill(length: int) -> int:
         split = (model.heads + model.kv_heads) * model.head_size + model.d_ff
         width = 2 * model.d_model + 2 * split // settings.tensor
-        return shapes.most(shapes.bucket(length)) * (cache(1, length=length) + length * itemsize * width)
+        return rows(length) + shapes.most(length) * length * itemsize * width
 
     return {
         "weights": weights,
@@ -209,6 +212,7 @@ def generator_bytes(config: Config, model: TransformerConfig) -> dict[str, int]:
         "key/value cache": cache(settings.slots),
         "tokens and state of the slots": settings.slots * (4 * longest + SLOT_STATE),
         "prefill": max(map(prefill, buckets)),
+        "prefilled rows that wait": (HELD - 1) * max(map(rows, buckets)),
         "logits": 2 * FLOAT32 * settings.slots * model.vocab_rows,
     }
 

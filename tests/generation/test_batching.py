@@ -4,8 +4,10 @@ import numpy as np
 import pytest
 
 from areal_jax.generation.engine import Engine, EngineOptions
-from areal_jax.types import Completion
-from tests.generation.by_hand import CONFIG, ByHand
+from areal_jax.generation.prefilled import Prefilled
+from areal_jax.generation.tickets import Ticket, Waiting
+from areal_jax.types import Completion, GenerateRequest, Sampling
+from tests.generation.by_hand import CONFIG, PARAMS, ByHand, prompt_of
 
 SLOTS = 4
 OPTIONS = EngineOptions(slots=SLOTS, max_length=64, decode_steps=2, prefill_rows=2, length_buckets=(16, 32, 64))
@@ -21,11 +23,12 @@ class Watched(ByHand):
         self.prefills: list[int] = []
         self.decoding: list[set[int]] = []
         self.attended: list[int] = []
-        admit, decode, collect = ENGINE.admit, ENGINE.decode, self.scheduler._collect
+        prefill_rows, decode, collect = ENGINE.prefill_rows, ENGINE.decode, self.scheduler._collect
 
-        def watched_admit(weights, state, rows, requests):
+        def watched_prefill(weights, rows):
+            self.events.append("prefill")
             self.prefills.append(len(rows))
-            return admit(weights, state, rows, requests)
+            return prefill_rows(weights, rows)
 
         def watched_decode(weights, state, longest, running):
             self.events.append("decode")
@@ -37,7 +40,7 @@ class Watched(ByHand):
             self.events += ["collect"] * (self.scheduler._pending is not None)
             return collect()
 
-        monkeypatch.setattr(ENGINE, "admit", watched_admit)
+        monkeypatch.setattr(ENGINE, "prefill_rows", watched_prefill)
         monkeypatch.setattr(ENGINE, "decode", watched_decode)
         monkeypatch.setattr(self.scheduler, "_collect", watched_collect)
 
@@ -88,7 +91,7 @@ def test_a_queue_through_one_slot_idles_in_no_dispatch(hand):
 def test_harvest_and_callbacks_run_beside_the_next_dispatch(hand):
     hand.ask(0, 3, 7)
     hand.finish()
-    dispatched = ["decode", "decode", "collect", "chunks"]
+    dispatched = ["prefill", "decode", "decode", "collect", "chunks"]
     assert hand.events == [*dispatched, *["decode", "collect", "chunks"] * 2, "collect", "chunks"]
 
 
@@ -96,7 +99,8 @@ def test_with_a_queue_only_the_reading_comes_before_the_next_dispatch(hand):
     for uid in range(SLOTS + 1):
         hand.ask(uid, 3, 4)
     hand.turn(2)
-    assert hand.events == ["decode", "collect", "decode", *["chunks"] * SLOTS]
+    first = ["prefill", "prefill", "decode", "prefill"]  # two by two, and behind the dispatch who is next
+    assert hand.events == [*first, "collect", "decode", *["chunks"] * SLOTS]
 
 
 def test_nothing_is_dispatched_for_slots_that_all_reach_their_limits(hand):
@@ -113,14 +117,85 @@ def test_the_samples_of_a_prompt_share_one_prefill_row(hand):
     hand.assert_exact()
 
 
-def test_a_group_of_more_samples_than_free_slots_has_one_row_per_admission(hand):
-    hand.ask(0, 3, 4)  # ends with the first three of the group
-    hand.ask(1, 9, 4, samples=range(SLOTS + 2))
+def test_the_samples_of_a_prompt_share_one_row_however_few_find_a_slot_at_a_time(hand):
+    for uid in range(SLOTS):
+        hand.ask(uid, 3, 2 + 4 * uid)  # end one after the other
+    hand.ask(9, 9, 6, samples=range(SLOTS + 2))
     hand.finish()
-    # One row for prompt 0, one for the first three; then one for the three that found no slot.
-    assert hand.prefills == [2, 1]
-    assert len({tuple(hand.joined(1, sample, "tokens")) for sample in range(SLOTS + 2)}) > 1
+    assert hand.prefills == [2, 2, 1]
+    assert len({tuple(hand.joined(9, sample, "tokens")) for sample in range(SLOTS + 2)}) > 1
     hand.assert_exact()
+
+
+def test_prompts_that_wait_share_a_prefill_beside_the_decoding_and_need_none_when_a_slot_is_free(hand):
+    for uid in range(SLOTS):
+        hand.ask(uid, 3, 2 + 4 * uid)
+    for uid in range(SLOTS, SLOTS + 3):
+        hand.ask(uid, 5, 6)
+    hand.turn(4)
+    assert hand.prefills == [2, 2, 2, 1]
+    turns = " ".join(hand.events).split("decode")
+    # Behind the first dispatch those of 4 and 5; when both have slots, behind the fourth, that of 6.
+    assert ["prefill" in turn.split() for turn in turns] == [True, True, False, False, True]
+    hand.finish()
+    hand.assert_exact()
+
+
+def test_evaluation_goes_before_prompts_that_were_prefilled_ahead_and_their_rows_stay(hand):
+    for uid in range(SLOTS + 2):
+        hand.ask(uid, 3, 4)
+    hand.turn()
+    hand.ask(9, 5, 4, samples=range(SLOTS), evaluation=True)
+    hand.finish()
+    assert hand.decoding == [{0, 1, 2, 3}, {0, 1, 2, 3}, {9}, {9}, {4, 5}, {4, 5}]
+    assert hand.prefills == [2, 2, 2, 1]
+    hand.assert_exact()
+
+
+@pytest.mark.parametrize("on_update", ["recompute", "keep", "drain"])
+def test_a_row_that_waits_is_prefilled_again_under_new_weights(hand, on_update):
+    for uid in range(SLOTS):
+        hand.ask(uid, 3, 2)
+    hand.ask(9, 9, 4, samples=range(2))
+    hand.turn()
+    assert hand.prefills == [2, 2, 1]
+    hand.update(1, on_update)
+    hand.finish()
+    assert hand.prefills == [2, 2, 1, 1]
+    assert hand.versions(9, 0) == hand.versions(9, 1) == [1] * 4
+    hand.assert_exact()
+
+
+def test_rows_of_requests_that_are_gone_are_forgotten(hand):
+    for uid in range(SLOTS):
+        hand.ask(uid, 3, 20)
+    tickets = [hand.ask(uid, 5, 4, samples=(0, 1)) for uid in (8, 9)]
+    hand.turn()
+    assert len(hand.scheduler._prefilled) == 2
+    hand.scheduler.cancel(tickets[0])
+    for sample in (0, 1):
+        hand.scheduler.finish(tickets[1], sample)
+    hand.turn()
+    assert len(hand.scheduler._prefilled) == 0
+
+
+def test_rows_that_wait_take_no_more_than_their_share_and_the_oldest_go_first():
+    waiting, prefilled = Waiting(), Prefilled(ENGINE)
+    weights = ENGINE.load(PARAMS[0], 0)
+
+    def come(*numbers, evaluation):
+        for number in numbers:
+            request = GenerateRequest(number, prompt_of(40), (0,), Sampling(4), evaluation=evaluation)
+            waiting.put(Ticket(number, request, print, print, [0], 0.0))
+        prefilled.have_next(weights, waiting)
+
+    come(0, 1, evaluation=False)
+    come(2, 3, evaluation=True)
+    assert ENGINE.shapes.most_waiting == 2 * 2 * 64  # both fit
+    assert {admission.key for admission in waiting if admission.key in prefilled} == {(n, None) for n in range(4)}
+    waiting.take(2, prefilled)
+    come(4, 5, evaluation=True)
+    assert [(n, None) in prefilled for n in range(6)] == [False, False, True, True, True, True]
 
 
 def test_a_sample_that_goes_on_has_a_row_of_its_own_beside_its_groups(hand):

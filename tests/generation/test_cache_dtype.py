@@ -27,7 +27,9 @@ def test_prefilled_and_decoded_keys_and_values_are_bfloat16_numbers():
     weights = engine.load(init_params(SMALL, jax.random.key(0)), version=0)
     requests = empty_requests(2)
     requests.row[0], requests.length[0], requests.prompt_length[0], requests.limit[0] = 0, 3, 3, 8
-    state = engine.admit(weights, engine.init_decode_state(), [np.array([5, 6, 7], np.int32)], requests)
+    state = engine.start(
+        engine.init_decode_state(), engine.prefill_rows(weights, [np.array([5, 6, 7], np.int32)]), requests
+    )
     state, decoded = engine.decode(weights, state, 8)
     assert decoded.count[0] == 4
     for layer in state.cache.layers:

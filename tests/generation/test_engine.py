@@ -30,7 +30,7 @@ def admit(engine: Engine, weights: Weights, state: DecodeState, prompts, slots, 
         requests.row[slot], requests.length[slot], requests.prompt_length[slot] = row, len(prompt), len(prompt)
         requests.limit[slot], requests.temperature[slot] = limit, temperature
         requests.uid[slot], requests.stop_tokens[slot, 0] = row, stop
-    return engine.admit(weights, state, prompts, requests)
+    return engine.start(state, engine.prefill_rows(weights, prompts), requests)
 
 
 def forward_logprobs(weights: Weights, tokens: np.ndarray, temperature: float = 1.0) -> np.ndarray:

@@ -26,7 +26,9 @@ def test_the_narrow_step_gives_the_tokens_of_the_wide_one_and_changes_no_other_s
         requests.length[slot] = requests.prompt_length[slot] = 9 + slot
     made = []
     for running in ([5, 2], None):
-        state = engine.admit(weights, engine.init_decode_state(), [prompt_of(9 + n) for n in range(6)], requests)
+        state = engine.start(
+            engine.init_decode_state(), engine.prefill_rows(weights, [prompt_of(9 + n) for n in range(6)]), requests
+        )
         state = engine.deactivate(state, [0, 1, 3, 4])
         before = jax.device_get(state)
         for longest in (17, 19):

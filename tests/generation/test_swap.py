@@ -298,7 +298,7 @@ def test_a_full_house_of_long_sequences_is_recomputed_under_the_token_budget(mon
     for uid, length in enumerate((40, 6, 50, 28, 36, 30)):
         hand.ask(uid, length, 10)
     hand.admit()
-    assert shapes == [(1, 64), (1, 64), (1, 64), (2, 32), (1, 16)]  # 50 | 40 | 36 | 30, 28 | 6
+    assert shapes == [(1, 64), (1, 16), (1, 64), (2, 32), (1, 64)]  # 40 | 6 | 50 | 28, 30 | 36
     hand.turn()
     shapes.clear()
     hand.update(1)

@@ -48,7 +48,7 @@ def run(engine: Engine, **weights) -> tuple[np.ndarray, np.ndarray]:
     for row, slot in enumerate((2, 0)):
         requests.row[slot], requests.uid[slot], requests.limit[slot] = row, row, 48
         requests.length[slot] = requests.prompt_length[slot] = len(PROMPTS[row])
-    state = engine.admit(old, engine.init_decode_state(), PROMPTS, requests)
+    state = engine.start(engine.init_decode_state(), engine.prefill_rows(old, PROMPTS), requests)
     made = []
     for weights, longest in ((old, 16), (old, 20), (new, 24), (new, 28)):
         if longest == 24:

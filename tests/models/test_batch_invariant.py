@@ -63,7 +63,7 @@ def generate(name, kernels, dtype, prompts, *, slots, buckets, decode_steps):
         length = len(PROMPTS[number])
         requests.row[slot], requests.length[slot], requests.prompt_length[slot] = row, length, length
         requests.limit[slot], requests.temperature[slot], requests.uid[slot] = length + NEW, TEMPERATURE, number
-    state = engine.admit(weights, state, [PROMPTS[number] for number in where], requests)
+    state = engine.start(state, engine.prefill_rows(weights, [PROMPTS[number] for number in where]), requests)
     logprobs = {number: [] for number in where}
     while np.asarray(state.active).any():
         state, decoded = engine.decode(weights, state, buckets[-1])

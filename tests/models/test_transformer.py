@@ -281,7 +281,9 @@ def test_the_engine_makes_no_token_that_is_not_live():
     requests = empty_requests(4)
     requests.row[:], requests.length[:], requests.prompt_length[:] = range(4), 3, 3
     requests.limit[:], requests.temperature[:], requests.uid[:] = 32, 20.0, range(4)
-    state = engine.admit(weights, engine.init_decode_state(), [np.array([1, 2, 3], np.int32)] * 4, requests)
+    state = engine.start(
+        engine.init_decode_state(), engine.prefill_rows(weights, [np.array([1, 2, 3], np.int32)] * 4), requests
+    )
     _, decoded = engine.decode(weights, state, 32)
     assert decoded.count.min() == 28 and decoded.tokens.max() < 30
     assert np.isfinite(decoded.logprobs).all() and len(set(np.asarray(decoded.tokens).flat)) > 20
