@@ -17,4 +17,5 @@ def get_config():
     config.generation.http_addresses = ("127.0.0.1:8000",)
     config.generation.slots = 16
     config.generation.max_length = 2048
+    config.generation.top_logprobs = 20  # OpenAI's own limit
     return config

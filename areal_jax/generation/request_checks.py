@@ -24,6 +24,11 @@ def check(request: GenerateRequest, engine: Engine) -> None:
     _check_ids(request, engine.config.vocab_size)
     _check_distribution(request.sampling)
     _check_ends(request.sampling, has_tokenizer=engine.tokenizer is not None)
+    if not 0 <= request.top_logprobs <= engine.options.top_logprobs:
+        raise ValueError(
+            f"top_logprobs={request.top_logprobs} must be at least 0 and at most generation.top_logprobs="
+            f"{engine.options.top_logprobs} of this server; ask for fewer, or start it with more"
+        )
     if not 0 <= request.timeout_s < math.inf:
         raise ValueError(f"timeout_s={request.timeout_s} must be positive, or 0 for no limit")
 

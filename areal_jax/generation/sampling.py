@@ -89,6 +89,17 @@ def sample_at(logits_SV: Array, least_S: Array, uniforms_S: Array, temperatures_
     return block_S * BLOCK + place_S, scaled(chosen_S) - jnp.log(total_S)
 
 
+def most_likely(logits_SV: Array, least_S: Array, temperatures_S: Array, count: int) -> tuple[Array, Array]:
+    """The `count` most likely tokens [S, count] of the distribution that `sample` draws from, and their log-probs.
+
+    -inf is the log-probability of those that it never draws.
+    """
+    scaled_SV = logits_SV / jnp.where(temperatures_S == 0.0, 1.0, temperatures_S)[:, None]
+    kept_SV = jnp.where(logits_SV < least_S[:, None], -jnp.inf, scaled_SV)
+    logprobs, tokens = jax.lax.top_k(kept_SV, count)
+    return tokens, logprobs - jax.nn.logsumexp(kept_SV, axis=-1, keepdims=True)
+
+
 def without_tokens(logits_SV: Array, tokens_SE: Array, slots_S: Array) -> Array:
     """The logits with -inf at these tokens (-1 = none) of the slots where `slots_S`."""
     V = logits_SV.shape[1]

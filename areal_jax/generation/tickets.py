@@ -14,7 +14,7 @@ import numpy as np
 from areal_jax.generation.engine import Decoded, Requests
 from areal_jax.generation.stop_strings import StopStrings
 from areal_jax.telemetry import Progress
-from areal_jax.types import Chunk, GenerateRequest
+from areal_jax.types import Alternatives, Chunk, GenerateRequest
 
 OnChunks = Callable[[list[Chunk]], None]
 OnError = Callable[[Exception], None]
@@ -153,6 +153,7 @@ def fill(requests: Requests, index: int, slot: Slot, row: int) -> None:
         "seed": sampling.seed % 2**32,
         "uid": request.uid % 2**32,
         "sample": slot.sample,
+        "alternatives": request.top_logprobs > 0,
     }
     for name, value in values.items():
         getattr(requests, name)[index] = value
@@ -170,8 +171,10 @@ def chunk_of(slot: Slot, index: int, decoded: Decoded, version: int) -> Chunk:
         reason = "stop"
     else:
         reason = "" if decoded.active[index] else "length"
-    versions = np.full(len(tokens), version, np.int32)
-    return Chunk(slot.sample, tokens, np.asarray(decoded.logprobs[index, : len(tokens)]), versions, reason)
+    logprobs = np.asarray(decoded.logprobs[index, : len(tokens)])
+    versions, most = np.full(len(tokens), version, np.int32), slot.ticket.request.top_logprobs
+    found = [np.asarray(each[index, : len(tokens), :most]) for each in decoded.alternatives]
+    return Chunk(slot.sample, tokens, logprobs, versions, reason, Alternatives(*found) if most else None)
 
 
 def no_more(sample: int) -> Chunk:

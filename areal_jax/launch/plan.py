@@ -50,7 +50,7 @@ from areal_jax.models.transformer import TransformerConfig
 from areal_jax.trainer import lora, state
 
 FLOAT32 = 4
-SLOT_STATE = 57  # bytes of a slot beside its tokens and cache: lengths, limits, truncation, stop tokens, key
+SLOT_STATE = 58  # bytes of a slot beside its tokens and cache: lengths, limits, truncation, stop tokens, key
 LOGIT_ARRAYS = 2  # float32 [tokens, block of the vocabulary] that live at once: logits, their gradient
 VERSIONS_ON_HOST = 3  # files of weights: the newest, the one before, and the one that is being written
 

@@ -61,6 +61,8 @@ def decode_samples(message: pb.Samples) -> list[Chunk]:
 
 
 def encode_request(request: GenerateRequest) -> pb.GenerateRequest:
+    if request.top_logprobs:
+        raise ValueError(f"top_logprobs={request.top_logprobs}: alternatives are served over HTTP only; leave it 0")
     sampling = request.sampling
     return pb.GenerateRequest(
         uid=request.uid,

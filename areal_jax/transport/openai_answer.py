@@ -9,6 +9,7 @@ token that ended the answer or completed the stop string; -1 is the version of w
 """
 
 import dataclasses
+import math
 import time
 import uuid
 from collections.abc import Callable, Sequence
@@ -18,7 +19,7 @@ import numpy as np
 
 from areal_jax.transport.jetstream_decode import TextStream
 from areal_jax.transport.openai_request import Asked, Tokenizer
-from areal_jax.types import UNPUBLISHED, Chunk, GenerateRequest
+from areal_jax.types import UNPUBLISHED, Alternatives, Chunk, GenerateRequest
 
 
 def fingerprint(version: int) -> str:
@@ -68,6 +69,7 @@ class Part:
     logprobs: np.ndarray  # [T] float32
     versions: np.ndarray  # [T] int32
     texts: tuple[str, ...]
+    alternatives: tuple[dict[str, float], ...]  # of each token, the likeliest first; none where they are not asked for
     offset: int  # characters
     finish_reason: str  # "" while the choice goes on
 
@@ -78,6 +80,7 @@ class Choice:
     def __init__(self, request: GenerateRequest, tokenizer: Tokenizer):
         self.request = request
         self.tokens = 0  # so far
+        self._tokenizer = tokenizer
         self._stream = TextStream(tokenizer)
         self._shown = ShownText(request.sampling.stop_strings)
         self._characters = 0
@@ -90,7 +93,29 @@ class Choice:
         offset = self._characters
         self._characters += sum(map(len, texts))
         self.tokens += len(chunk.tokens)
-        return Part(shown, chunk.tokens, chunk.logprobs, chunk.versions, tuple(texts), offset, chunk.finish_reason)
+        return Part(
+            text=shown,
+            tokens=chunk.tokens,
+            logprobs=chunk.logprobs,
+            versions=chunk.versions,
+            texts=tuple(texts),
+            alternatives=self._alternatives(chunk.alternatives),
+            offset=offset,
+            finish_reason=chunk.finish_reason,
+        )
+
+    def _alternatives(self, found: Alternatives | None) -> tuple[dict[str, float], ...]:
+        if found is None:
+            return ()
+        return tuple(map(self._by_text, found.tokens.tolist(), found.logprobs.tolist()))
+
+    def _by_text(self, tokens: Sequence[int], logprobs: Sequence[float]) -> dict[str, float]:
+        """Without what is never drawn; of tokens that read alike, like parts of a character, the likeliest."""
+        likeliest: dict[str, float] = {}
+        for token, logprob in zip(tokens, logprobs, strict=True):
+            if math.isfinite(logprob):
+                likeliest.setdefault(self._tokenizer.decode([token]), logprob)
+        return likeliest
 
     def _texts(self, chunk: Chunk) -> list[str]:
         """A text for each token: "" for one that ends the answer, or is only the beginning of a character."""
@@ -120,6 +145,7 @@ def joined(parts: Sequence[Part]) -> Part:
         logprobs=np.concatenate([part.logprobs for part in parts]),
         versions=np.concatenate([part.versions for part in parts]),
         texts=tuple(text for part in parts for text in part.texts),
+        alternatives=tuple(each for part in parts for each in part.alternatives),
         offset=parts[0].offset,
         finish_reason=parts[-1].finish_reason,
     )
@@ -203,17 +229,27 @@ _OBJECTS = {
 
 def _logprobs(part: Part) -> dict[str, Any]:
     offsets = part.offset + np.cumsum([0, *map(len, part.texts)])[:-1]
+    drawn = [{text: logprob} for text, logprob in zip(part.texts, part.logprobs.tolist(), strict=True)]
+    alternatives = [likeliest | own for likeliest, own in zip(part.alternatives, drawn, strict=bool(part.alternatives))]
     return {
         "tokens": list(part.texts),
         "token_logprobs": part.logprobs.tolist(),
-        "top_logprobs": None,
+        "top_logprobs": alternatives or None,
         "text_offset": offsets.tolist(),
     }
 
 
 def _chat_logprobs(part: Part) -> dict[str, Any]:
-    pairs = zip(part.texts, part.logprobs.tolist(), strict=True)
+    alternatives: Sequence[dict[str, float]] = part.alternatives or [{}] * len(part.texts)
     content = [
-        {"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []} for text, logprob in pairs
+        {
+            **_chat_logprob(text, logprob),
+            "top_logprobs": [_chat_logprob(*each) for each in others.items()],
+        }
+        for text, logprob, others in zip(part.texts, part.logprobs.tolist(), alternatives, strict=True)
     ]
     return {"content": content, "refusal": None}
+
+
+def _chat_logprob(text: str, logprob: float) -> dict[str, Any]:
+    return {"token": text, "logprob": logprob, "bytes": list(text.encode())}

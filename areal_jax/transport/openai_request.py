@@ -26,6 +26,7 @@ from areal_jax.types import GenerateRequest, Sampling
 
 MAX_TOKENS = 16  # of a completion that does not say: OpenAI's default; a chat answer may fill the context
 MAX_CHOICES = 128  # OpenAI's limit of n
+MAX_ALTERNATIVES = 20  # OpenAI's limit of top_logprobs; a server may have a lower one, `generation.top_logprobs`
 LEAST_TEMPERATURE = 1e-3
 # RL's prompts have uids from 0 on and far below this, evaluation's too; sampling keys see 32 bits of a uid.
 FIRST_UID = 2**31
@@ -165,13 +166,11 @@ def read_completion(body: Any, tokenizer: Tokenizer, *, max_length: int) -> Aske
     """A request of /v1/completions. Raises ApiError."""
     fields = Fields(body)
     prompts = _prompts(fields.take("prompt", (str, list)), tokenizer)
-    wants_logprobs = fields.take("logprobs", int)
-    if wants_logprobs:
-        raise _alternatives("logprobs", wants_logprobs, "logprobs=0")
+    wants_logprobs = fields.number("logprobs", int, None, 0, MAX_ALTERNATIVES)
     longest = max(map(len, prompts))
     max_tokens = fields.number("max_tokens", int, min(MAX_TOKENS, max(1, max_length - longest)), 1, math.inf)
     _check_length("prompt", longest, max_tokens, max_length)
-    return _asked(fields, tokenizer, prompts, max_tokens, chat=False, logprobs=wants_logprobs is not None)
+    return _asked(fields, tokenizer, prompts, max_tokens, chat=False, logprobs=wants_logprobs)
 
 
 def read_chat(body: Any, tokenizer: Tokenizer, *, max_length: int) -> Asked:
@@ -188,22 +187,29 @@ def read_chat(body: Any, tokenizer: Tokenizer, *, max_length: int) -> Asked:
     except ValueError as error:
         raise ApiError(400, f"{error}; /v1/completions takes a prompt as it is", param="messages") from error
     wants_logprobs = fields.take("logprobs", bool, False)
-    alternatives = fields.number("top_logprobs", int, 0, 0, 20)
-    if alternatives:
-        raise _alternatives("top_logprobs", alternatives, "top_logprobs=0")
+    alternatives = fields.number("top_logprobs", int, 0, 0, MAX_ALTERNATIVES)
+    if alternatives and not wants_logprobs:
+        raise ApiError(400, f"top_logprobs={alternatives} needs logprobs=true", param="top_logprobs")
     limits = [fields.number(name, int, None, 1, math.inf) for name in ("max_tokens", "max_completion_tokens")]
     given = sorted({limit for limit in limits if limit is not None})
     if len(given) == 2:
         raise ApiError(400, f"max_tokens={limits[0]} and max_completion_tokens={limits[1]} are one thing; give one")
     max_tokens = given[0] if given else max(1, max_length - len(prompt))
     _check_length("messages", len(prompt), max_tokens, max_length)
-    return _asked(fields, tokenizer, [np.array(prompt, np.int32)], max_tokens, chat=True, logprobs=wants_logprobs)
+    logprobs = alternatives if wants_logprobs else None
+    return _asked(fields, tokenizer, [np.array(prompt, np.int32)], max_tokens, chat=True, logprobs=logprobs)
 
 
 def _asked(
-    fields: Fields, tokenizer: Tokenizer, prompts: Sequence[np.ndarray], max_tokens: int, *, chat: bool, logprobs: bool
+    fields: Fields,
+    tokenizer: Tokenizer,
+    prompts: Sequence[np.ndarray],
+    max_tokens: int,
+    *,
+    chat: bool,
+    logprobs: int | None,
 ) -> Asked:
-    """What both kinds of request have in common."""
+    """What both kinds of request have in common. `logprobs` is how many alternatives they show; None: show none."""
     model = fields.take("model", str)
     if model is None:
         raise ApiError(400, "model is missing; /v1/models lists what is served", param="model")
@@ -223,8 +229,10 @@ def _asked(
     for index, prompt in enumerate(prompts):
         key, uid = sampling_identity(seed, index)
         own = dataclasses.replace(sampling, seed=key)
-        requests.append(GenerateRequest(uid, prompt, samples, own, timeout_s=float(timeout_s)))
-    return Asked(tuple(requests), model, chat, stream, include_usage, logprobs, token_ids)
+        requests.append(
+            GenerateRequest(uid, prompt, samples, own, timeout_s=float(timeout_s), top_logprobs=logprobs or 0)
+        )
+    return Asked(tuple(requests), model, chat, stream, include_usage, logprobs is not None, token_ids)
 
 
 def _sampling(fields: Fields, tokenizer: Tokenizer, max_tokens: int) -> Sampling:
@@ -344,13 +352,3 @@ def _check_length(param: str, prompt: int, max_tokens: int, max_length: int) -> 
             param=param,
             code="context_length_exceeded",
         )
-
-
-def _alternatives(name: str, given: int, instead: str) -> ApiError:
-    return ApiError(
-        400,
-        f"{name}={given} asks for the most likely alternatives, and only the sampled token's log-probability leaves "
-        f"the device; {instead} gives that one",
-        param=name,
-        code="unsupported_value",
-    )

@@ -109,6 +109,16 @@ def test_a_sequence_ends_at_its_limit_and_makes_not_one_token_more(engine):
     assert (np.asarray(state.tokens)[0, 5:] == 0).all()
 
 
+def test_a_dispatch_ends_with_the_step_in_which_its_last_sequence_does(engine):
+    weights = weights_of(engine, 1)
+    prompts = [np.arange(9, dtype=np.int32), np.arange(11, dtype=np.int32)]
+    state = admit(engine, weights, engine.init_decode_state(), prompts, [0, 3], limit=12)
+    state, decoded = engine.decode(weights, state, 16)
+    assert decoded.count.tolist() == [3, 0, 0, 1] and not np.asarray(decoded.active).any()
+    drawn_T = (np.asarray(decoded.logprobs) != 0).any(axis=0)  # each step that runs draws a token for every slot
+    assert drawn_T.tolist() == [True, True, True, False]
+
+
 def test_a_sequence_may_fill_its_cache_to_the_last_token(engine):
     weights = weights_of(engine, 1)
     prompt = np.arange(46, dtype=np.int32) % 32

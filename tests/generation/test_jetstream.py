@@ -1,12 +1,17 @@
 """The engine is a real JetStream engine: it runs under JetStream's own driver and answers its own client."""
 
+import asyncio
+
 import grpc
 import jax
 import numpy as np
 import pytest
 
 from areal_jax.generation.engine import Engine, EngineOptions
+from areal_jax.generation.scheduler import Scheduler
 from areal_jax.models.transformer import TransformerConfig, bind, graph, init_params
+from areal_jax.transport.generation_service import completions
+from areal_jax.types import GenerateRequest, Sampling
 
 CONFIG = TransformerConfig(vocab_size=32, d_model=16, layers=1, heads=4, kv_heads=2, head_size=8, d_ff=32, qk_norm=True)
 
@@ -42,23 +47,34 @@ def greedy(prompt: list[int], params, n: int) -> list[int]:
     return tokens[len(prompt) :]
 
 
-def test_a_jetstream_result_has_the_logprobs_of_its_tokens():
-    engine = GreedyEngine(CONFIG, EngineOptions(slots=2, max_length=32, temperature=1.0))
-    weights = engine.load_params()
-    prompt = np.zeros((1, 16), np.int32)[0]
+def test_what_jetstreams_interface_samples_is_what_the_scheduler_does_with_its_logprobs():
+    engine = Engine(CONFIG, EngineOptions(slots=2, max_length=32, decode_steps=1, temperature=0.8, seed=3))
+    params = init_params(CONFIG, jax.random.key(0))
+    weights = engine.load_params(params, version=5)
+    prompt = np.zeros(32, np.int32)
     prompt[:3] = 1, 2, 3
     prefix = engine.prefill(params=weights, padded_tokens=prompt, true_length=3)
     state = engine.insert(prefix, engine.init_decode_state(), 1)
-    model, tokens = bind(graph(CONFIG), weights.params), [1, 2, 3]
-    for _ in range(3):
+    tokens, logprobs = [], []
+    for _ in range(6):
         state, result = engine.generate(weights, state)
         result = result.convert_to_numpy()
-        found = result.get_result_at_slot(1)
-        row = np.array([tokens], np.int32)
-        logits = model.logits(model(row, np.arange(len(tokens))[None], np.ones_like(row)))[0, -1]
-        tokens.append(int(found.tokens[0, 0]))
-        np.testing.assert_allclose(result.logprobs[1, 0], jax.nn.log_softmax(logits)[tokens[-1]], atol=1e-5)
-    assert not result.get_result_at_slot(0).valid.any()
+        tokens.append(int(result.get_result_at_slot(1).tokens[0, 0]))
+        logprobs.append(result.logprobs[1, 0])
+        assert not result.get_result_at_slot(0).valid.any()
+    row = np.array([[1, 2, 3, *tokens]], np.int32)
+    model = bind(graph(CONFIG), params)
+    logits_LV = model.logits(model(row, np.arange(9)[None], np.ones_like(row)))[0, 2:-1] / 0.8
+    np.testing.assert_allclose(logprobs, jax.nn.log_softmax(logits_LV)[np.arange(6), tokens], atol=1e-5)
+
+    scheduler = Scheduler(engine, engine.load(params, 5))
+    scheduler.start()
+    # The first sequence that is inserted samples as prompt 0 does.
+    request = GenerateRequest(0, np.array([1, 2, 3], np.int32), (0,), Sampling(6, temperature=0.8, seed=3))
+    (made,) = asyncio.run(completions(scheduler, request))
+    scheduler.stop()
+    assert made.tokens.tolist() == tokens and int(weights.version) == 5
+    np.testing.assert_allclose(made.logprobs, logprobs, atol=1e-5)
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -1,6 +1,10 @@
 """What one request may ask for: its distribution, its ends, its time; on a real engine, turn by turn."""
 
+import collections
 import dataclasses
+import functools
+import itertools
+from collections.abc import Collection, Mapping
 
 import jax
 import numpy as np
@@ -9,7 +13,8 @@ import pytest
 from areal_jax.generation.engine import Engine, EngineOptions
 from areal_jax.generation.scheduler import Scheduler
 from areal_jax.models.transformer import TransformerConfig, bind, graph, init_params
-from areal_jax.types import Completion, GenerateRequest, Sampling
+from areal_jax.types import Busy, Completion, GenerateRequest, Sampling
+from tests.generation.by_hand import PLAIN, logprobs_of
 
 CONFIG = TransformerConfig(vocab_size=32, d_model=16, layers=2, heads=4, kv_heads=2, head_size=8, d_ff=32, qk_norm=True)
 OPTIONS = EngineOptions(slots=2, max_length=64, decode_steps=4, prefill_rows=2, length_buckets=(16, 64))
@@ -41,17 +46,23 @@ class Server:
     def __init__(self, engine: Engine = ENGINE):
         self.clock = Clock()
         self.scheduler = Scheduler(engine, engine.load(PARAMS, 0), max_waiting=8, clock=self.clock)
+        self.requests: dict[int, GenerateRequest] = {}  # these three by ticket
         self.chunks: dict[int, list] = {}
         self.errors: dict[int, Exception] = {}
 
-    def ask(self, uid=0, *, samples=(0,), prompt=(1, 2, 3), partial=None, timeout_s=0.0, **sampling) -> int:
+    def ask(
+        self, uid=0, *, samples=(0,), prompt=(1, 2, 3), evaluation=False, partial=None, timeout_s=0.0, **sampling
+    ) -> int:
         asked = Sampling(**{"max_new_tokens": 12, "seed": 7, **sampling})
-        request = GenerateRequest(uid, np.array(prompt, np.int32), samples, asked, False, partial or {}, timeout_s)
+        request = GenerateRequest(uid, np.array(prompt, np.int32), samples, asked, evaluation, partial or {}, timeout_s)
         made: list = []
-        ticket = self.scheduler.submit(
-            request, made.extend, lambda error: self.errors.update({len(self.chunks) + 1: error})
-        )
-        self.chunks[ticket] = made
+
+        def fail(error: Exception) -> None:
+            assert ticket not in self.errors
+            self.errors[ticket] = error
+
+        ticket = self.scheduler.submit(request, made.extend, fail)
+        self.requests[ticket], self.chunks[ticket] = request, made
         return ticket
 
     def turn(self, turns=1) -> None:
@@ -75,11 +86,11 @@ class Server:
         return len(self.scheduler._slots), int(np.asarray(self.scheduler._state.active).sum())
 
 
-def answer(**fields) -> Completion:
+def answer(sample: int = 0, **fields) -> Completion:
     server = Server()
-    ticket = server.ask(**fields)
+    ticket = server.ask(samples=(sample,), **fields)
     server.run()
-    return server.completion(ticket)
+    return server.completion(ticket, sample)
 
 
 def forward_logits(completion: Completion, prompt=(1, 2, 3)) -> np.ndarray:
@@ -90,24 +101,17 @@ def forward_logits(completion: Completion, prompt=(1, 2, 3)) -> np.ndarray:
     return np.asarray(logits, np.float64)[0, len(prompt) - 1 : -1]
 
 
-def logprobs_of(logits_TV: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-    logits_TV = logits_TV - logits_TV.max(-1, keepdims=True)
-    return (logits_TV - np.log(np.exp(logits_TV).sum(-1, keepdims=True)))[np.arange(len(tokens)), tokens]
-
-
 # The distribution
 
 
-@pytest.mark.parametrize(("temperature", "top_k", "top_p"), [(1.0, 3, 1.0), (0.7, 0, 0.6), (1.3, 8, 0.8)])
-def test_logprobs_are_those_of_the_truncated_distribution(temperature, top_k, top_p):
-    made = answer(max_new_tokens=40, temperature=temperature, top_k=top_k, top_p=top_p)
-    logits = forward_logits(made) / temperature
-    for row in logits:
-        order = np.argsort(-row)
-        order = order[: top_k or len(order)]
-        shares = np.cumsum(np.exp(row[order])) / np.exp(row[order]).sum()
-        row[np.setdiff1d(np.arange(32), order[: np.searchsorted(shares, top_p) + 1])] = -np.inf
-    expected = logprobs_of(logits, made.tokens)
+@pytest.mark.parametrize(
+    ("temperature", "top_k", "top_p", "min_p"),
+    [(1.0, 3, 1.0, 0), (0.7, 0, 0.6, 0), (1.3, 8, 0.8, 0), (0.7, 9, 0.9, 0.1)],
+)
+def test_logprobs_are_those_of_the_truncated_distribution(temperature, top_k, top_p, min_p):
+    limits = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
+    made = answer(max_new_tokens=40, **limits)
+    expected = logprobs_of(forward_logits(made), made.tokens, Sampling(40, **limits))
     assert np.isfinite(expected).all()  # no token that may not be drawn
     np.testing.assert_allclose(made.logprobs, expected, atol=5e-5)
 
@@ -138,7 +142,7 @@ def test_stop_tokens_have_no_mass_before_min_new_tokens(temperature):
     assert made.finish_reason == "stop" and not np.isin(made.tokens[:-1], stops).any() and len(made.tokens) > 6
     logits = forward_logits(made)
     logits[:6, list(stops)] = -np.inf  # and the log-probabilities say so
-    np.testing.assert_allclose(made.logprobs, logprobs_of(logits, made.tokens), atol=5e-5)
+    np.testing.assert_allclose(made.logprobs, logprobs_of(logits, made.tokens, PLAIN), atol=5e-5)
 
 
 # Ends
@@ -248,6 +252,115 @@ def test_a_request_that_only_waits_runs_out_of_time_too():
     assert "prompt 2 was not finished within timeout_s=1: 0 of 1 samples are done, 0 run, 1 wait" in str(error)
     assert len(server.completion(running).tokens) == 50 and len(server.completion(in_time).tokens) == 12
     assert not server.scheduler._deadlines
+
+
+# Who comes and goes while more samples wait than there are slots
+
+
+def prompt_of(uid: int) -> tuple[int, ...]:
+    return tuple((np.arange(2 + 11 * uid % 40) + uid) % 32)
+
+
+@functools.cache
+def alone(uid: int, sample: int) -> Completion:
+    return answer(sample, uid=uid, prompt=prompt_of(uid))
+
+
+def fate(server: Server, ticket: int, sample: int, asked: Collection[str]) -> str:
+    """What became of a sample, for which `asked` are "cancelled", "deadline", "finish", or nothing.
+
+    Its tokens are those that it has alone, from the first on, each once, to its end or until it was stopped.
+    """
+    request, chunks = server.requests[ticket], [c for c in server.chunks[ticket] if c.sample == sample]
+    own, stops = alone(request.uid, sample), request.sampling.stop_strings
+    made = np.concatenate([[], *(chunk.tokens for chunk in chunks)])
+    np.testing.assert_array_equal(made, own.tokens[: len(made)])
+    logprobs = np.concatenate([[], *(chunk.logprobs for chunk in chunks)])
+    np.testing.assert_allclose(logprobs, own.logprobs[: len(made)], atol=5e-5)
+    end, reason = next(
+        ((n, "stop") for n in range(1, 13) if any(s in Letters().decode(own.tokens[:n]) for s in stops)), (12, "length")
+    )
+    assert not any(chunk.finish_reason for chunk in chunks[:-1])
+    if chunks and chunks[-1].finish_reason:
+        assert (len(made), chunks[-1].finish_reason) == (end, reason) or ("finish" in asked and len(made) < end)
+        return chunks[-1].finish_reason
+    assert len(made) < end and (ticket in server.errors or "cancelled" in asked)
+    return "deadline" if ticket in server.errors else "cancelled"
+
+
+def assert_nobody_is_lost(server: Server, asked: Mapping[tuple[int, int], Collection[str]]) -> None:
+    """`asked`, by ticket and sample: what was done to those that were not left alone."""
+    scheduler, samples = server.scheduler, [(t, s) for t, request in server.requests.items() for s in request.samples]
+    fates = collections.Counter(fate(server, *key, asked.get(key, ())) for key in samples)
+    assert all("deadline" in asked[ticket, server.requests[ticket].samples[0]] for ticket in server.errors)
+    status, ended = scheduler.status(), scheduler.telemetry.ended
+    assert {reason: count for reason, count in ended.items() if count} == fates
+    assert (status["active"], status["waiting"], status["requests"]) == (0, 0, len(samples))
+    assert status["tokens"] == sum(len(chunk.tokens) for made in server.chunks.values() for chunk in made)
+    assert server.slots == (0, 0) and sorted(scheduler._free) == [0, 1]
+    assert not (scheduler._tickets or scheduler._deadlines or scheduler._waiting or len(scheduler._prefilled))
+
+
+FATES = ("none", "cancelled", "deadline", "stop strings")
+
+
+@pytest.mark.parametrize("turns", range(5))
+def test_of_groups_larger_than_the_house_nobody_is_lost_whoever_goes_and_when(turns):
+    for both in itertools.product(FATES, FATES):
+        server, asked, cancelled = Server(), {}, []
+        for uid, each in enumerate(both):
+            limits = {"timeout_s": 1.0} if each == "deadline" else {}
+            if each == "stop strings":
+                limits["stop_strings"] = tuple(Letters().decode(alone(uid, s).tokens[3:5]) for s in (0, 2))
+            ticket = server.ask(uid, samples=(0, 1, 2, 3), prompt=prompt_of(uid), **limits)
+            asked |= {(ticket, sample): {each} for sample in range(4)}
+            cancelled += [ticket] * (each == "cancelled")
+        server.turn(turns)
+        for ticket in cancelled:
+            server.scheduler.cancel(ticket)
+        server.clock.now = 1.0
+        server.run()
+        assert_nobody_is_lost(server, asked)
+        assert len(server.errors) == both.count("deadline")
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_on_a_day_of_many_requests_nobody_is_lost_and_too_many_are_told_so(seed):
+    rng, server, refused, updates = np.random.default_rng(seed), Server(), 0, []
+    asked: dict[tuple[int, int], set[str]] = collections.defaultdict(set)
+    for _ in range(100):
+        if rng.random() < 0.4:
+            uid, n, timeout_s = int(rng.integers(1, 6)), int(rng.integers(1, 6)), float(rng.choice([0, 0, 3]))
+            stops = (Letters().decode(alone(uid, 0).tokens[4:6]),) if rng.random() < 0.3 else ()
+            wants = {"samples": tuple(range(n)), "prompt": prompt_of(uid), "evaluation": rng.random() < 0.2}
+            if server.scheduler.status()["waiting"] + n > 8:
+                with pytest.raises(Busy, match="generation.max_waiting=8"):
+                    server.ask(uid, **wants)
+                refused += 1
+            else:
+                ticket = server.ask(uid, **wants, timeout_s=timeout_s, stop_strings=stops)
+                asked |= {(ticket, sample): {"deadline"} for sample in range(n) if timeout_s}
+        if server.requests and rng.random() < 0.2:
+            ticket = max(server.requests) - int(rng.integers(3))
+            sample = int(rng.integers(5))
+            if rng.random() < 0.5:
+                server.scheduler.finish(ticket, sample)
+                asked[ticket, sample].add("finish")
+            else:
+                server.scheduler.cancel(ticket)
+                for sample in range(5):
+                    asked[ticket, sample].add("cancelled")
+        if rng.random() < 0.05:  # the same weights again, so that everyone's tokens stay
+            policy = str(rng.choice(["recompute", "keep", "drain"]))
+            updates.append(server.scheduler.update_weights(PARAMS, len(updates) + 1, policy))
+        server.clock.now += rng.random()
+        server.turn()
+    server.run()
+    assert_nobody_is_lost(server, asked)
+    assert len(updates) > 1 and all(update.done() for update in updates)
+    telemetry = server.scheduler.telemetry
+    assert telemetry.refused["busy"] == refused > 0
+    assert all(telemetry.ended[reason] for reason in ("stop", "length", "cancelled", "deadline"))
 
 
 # Refusals

@@ -15,6 +15,7 @@ from areal_jax.generation.sampling import (
     sample_at,
     without_tokens,
 )
+from tests.generation.by_hand import slow_kept
 
 
 def draw(logits, temperature, n, **limits):
@@ -145,19 +146,6 @@ def test_top_p_is_a_share_of_what_top_k_left():
     # the first two have 0.8808 of the mass: 0.7311 and 0.2689 of it
     assert kept([2.0, 1.0, 0.0, -1.0], top_k=2, top_p=0.73).sum() == 1
     assert kept([2.0, 1.0, 0.0, -1.0], top_p=0.73).sum() == 2
-
-
-def slow_kept(logits, temperature, top_k, top_p, min_p) -> np.ndarray:
-    """The slow twin: sorted, in float64, one row at a time."""
-    scaled = logits.astype(np.float64) / temperature
-    order = np.argsort(-scaled, kind="stable")
-    keep = np.zeros(len(logits), bool)
-    masses = np.exp(scaled[order] - scaled[order[0]])
-    count = min(top_k or len(logits), len(logits))
-    shares = np.cumsum(masses[:count]) / masses[:count].sum()
-    count = min(count, int(np.searchsorted(shares, top_p)) + 1) if top_p < 1 else count
-    keep[order[: min(count, int((masses >= min_p).sum()))]] = True
-    return keep
 
 
 LIMITS = [(0, 0.9, 0.0), (5, 1.0, 0.0), (0, 1.0, 0.02), (40, 0.7, 0.01), (1, 0.5, 0.0), (300, 0.99, 0.0), (0, 1e-6, 0)]

@@ -16,7 +16,7 @@ from areal_jax.generation.engine import Engine, EngineOptions
 from areal_jax.models import decode, kv_cache
 from areal_jax.models.kv_cache import IN_PIECES
 from areal_jax.models.transformer import bind, graph
-from areal_jax.types import Completion
+from areal_jax.types import Completion, Sampling
 from tests.generation.by_hand import CONFIG, LENGTH, PARAMS, ByHand, forward_logprobs
 
 OPTIONS = EngineOptions(slots=4, max_length=64, decode_steps=2, prefill_rows=2, length_buckets=(16, 32, 64))
@@ -67,6 +67,21 @@ def test_recompute_is_exact_for_a_request_of_the_same_turn(hand, first):
     hand.finish()
     hand.assert_exact()
     assert hand.versions(1) == [1] * 6 and hand.versions(0) == [0] * 2 + [1] * 10
+
+
+def test_recompute_is_exact_for_tempered_and_truncated_distributions(hand):
+    limits = [{"top_k": 5}, {"top_p": 0.8}, {"min_p": 0.2}, {"top_k": 12, "top_p": 0.9, "min_p": 0.1}]
+    for uid, each in enumerate(limits):
+        hand.ask(uid, 5 + 10 * uid, 20, temperature=0.7, **each)
+    hand.turn()
+    hand.update(1)
+    hand.finish()
+    hand.assert_exact()
+    for uid in range(4):
+        assert hand.versions(uid) == [0] * 2 + [1] * 18
+        tokens = np.concatenate([hand.known(uid, 0), hand.joined(uid, 0, "tokens")])
+        whole = forward_logprobs(1, tokens, Sampling(20, temperature=0.7))[-18:]
+        assert (hand.joined(uid, 0, "logprobs")[2:] - whole).min() > 0.01  # each of them had tokens that were barred
 
 
 def test_recompute_is_exact_for_the_last_token_of_a_slot(hand):

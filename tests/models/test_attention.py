@@ -7,6 +7,7 @@ interpreted nor lowered here, so that of it only the rule is tested (experiments
 import dataclasses
 import functools
 import logging
+import types
 
 import jax
 import jax.numpy as jnp
@@ -173,13 +174,16 @@ def test_packed_attention_and_its_gradient_lower_for_the_backend(platform, kerne
     assert traced.lower(lowering_platforms=(platform,)).as_text().count(call) >= 2  # forward, backward
 
 
-def test_decode_attention_lowers_for_cuda_and_causal_attention_for_tpu():
-    kernels = attention_kernels.gpu_kernels(ONE, longest_head=128)
-    decode = jax.jit(functools.partial(decode_attention, attended=1024, kernels=kernels))
-    cache = bfloat16(3, 2, 1024, 64)
-    traced = decode.trace(bfloat16(3, 4, 64), ((cache, cache),), jnp.zeros(3, jnp.int32))
-    assert "triton" in traced.lower(lowering_platforms=("cuda",)).as_text()
-    causal = jax.jit(functools.partial(causal_attention, kernels=attention_kernels.tpu_kernels(ONE)))
+@pytest.mark.parametrize("mesh", [ONE, MANY], ids=["one device", "data and tensor"])
+def test_decode_attention_lowers_for_cuda_and_tpu_and_causal_attention_for_tpu(mesh):
+    gpu, tpu = attention_kernels.gpu_kernels(mesh, longest_head=128), attention_kernels.tpu_kernels(mesh)
+    for platform, kernels, call in (("cuda", gpu, "triton"), ("tpu", tpu, "tpu_custom_call")):
+        decode = jax.jit(functools.partial(decode_attention, attended=1024, kernels=kernels))
+        axes, sizes = kernels.cache, {"s": 4, "k": 2, "c": 1024, "h": 64}
+        cache = tuple(bfloat16(*(sizes[axis] for axis in order)) for order in (axes.keys, axes.values))
+        traced = decode.trace(bfloat16(4, 4, 64), (cache,), jnp.zeros(4, jnp.int32))
+        assert (call in traced.lower(lowering_platforms=(platform,)).as_text()) == (platform == "cuda")  # a TPU: plain
+    causal = jax.jit(functools.partial(causal_attention, kernels=tpu))
     traced = causal.trace(bfloat16(2, 256, 4, 64), bfloat16(2, 256, 2, 64), bfloat16(2, 256, 2, 64))
     assert "tpu_custom_call" in traced.lower(lowering_platforms=("tpu",)).as_text()
 
@@ -253,10 +257,49 @@ def test_what_a_kernel_does_not_take_is_computed_in_the_plain_form_and_said_once
     ]
 
 
-def test_a_cpu_has_the_plain_form_only():
-    assert (
-        attention_kernels.kernels_for("auto", ONE) == attention_kernels.kernels_for("plain", ONE) == Kernels(mesh=ONE)
-    )
+class Device:
+    """What JAX says of a device, as far as the choice of kernels asks."""
+
+    def __init__(self, number: int, platform: str, version: str = "", capability: str = ""):
+        self.id, self.process_index, self.platform, self.device_kind = number, 0, platform, platform
+        self.client = types.SimpleNamespace(platform_version=version)
+        if capability:  # other devices have no such thing
+            self.compute_capability = capability
+
+
+def mesh_of(*device: str, tensor: int) -> jax.sharding.Mesh:
+    devices = np.array([Device(number, *device) for number in range(tensor)]).reshape(1, 1, tensor)
+    return jax.sharding.Mesh(devices, ("data", "fsdp", "tensor"))
+
+
+CUDA = "PJRT C API\ncuda 12090"
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_the_choice_of_kernels_is_that_of_the_devices_backend(tensor):
+    large = attention_kernels.LARGE_TILE
+    for choice, device, names, tile in (
+        ("auto", ("gpu", CUDA, "9.0"), ["cuDNN flash attention", "Pallas mha", "Pallas gqa"], large),
+        ("auto", ("gpu", "PJRT C API\nrocm 60300", "gfx942"), [None, None, None], large),
+        ("auto", ("tpu",), ["splash attention", "splash attention", None], large),
+        ("plain", ("gpu", CUDA, "9.0"), [None, None, None], large),
+        ("plain", ("tpu",), [None, None, None], large),
+        ("auto", ("cpu",), [None, None, None], Kernels().tile),
+        ("plain", ("cpu",), [None, None, None], Kernels().tile),
+    ):
+        mesh = mesh_of(*device, tensor=tensor)
+        found = attention_kernels.kernels_for(choice, mesh)
+        kernels = (found.causal, found.packed, found.decode)
+        assert [kernel and kernel.name for kernel in kernels] == names, (choice, device)
+        assert (found.mesh, found.tile) == (mesh, tile)
+        assert found.cache == (HEADS_FIRST if found.decode else IN_PIECES)
+
+
+@pytest.mark.parametrize(("capability", "longest"), [("8.0", 128), ("9.0", 256), ("10.0", 256)])
+def test_the_longest_head_that_cudnn_gets_is_that_of_the_gpu(capability, longest):
+    causal = attention_kernels.kernels_for("auto", mesh_of("gpu", CUDA, capability, tensor=1)).causal
+    for size, taken in ((longest, True), (longest + 8, False)):
+        assert (causal.refusal(bfloat16(1, 64, 4, size), bfloat16(1, 64, 2, size)) == "") == taken
 
 
 # Long rows.

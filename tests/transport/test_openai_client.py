@@ -1,65 +1,29 @@
 """The official openai client against a server of a tiny random model with a byte-level tokenizer, swaps included."""
 
-import json
-import threading
-import urllib.request
+import time
 
 import jax
 import numpy as np
 import pytest
-import tokenizers
-from prometheus_client.parser import text_string_to_metric_families
-from tokenizers import decoders, models, pre_tokenizers
 
-from areal_jax.generation.engine import Engine, EngineOptions
 from areal_jax.generation.scheduler import Scheduler
 from areal_jax.models.logprobs import from_logits
-from areal_jax.models.transformer import TransformerConfig, bind, graph, init_params
-from areal_jax.tokenizer import Tokenizer
+from areal_jax.models.transformer import bind, graph
 from areal_jax.transport.http_server import HttpServer, Model
+from tests.transport import tiny
+from tests.transport.tiny import CONFIG, EOS, NAME, SLOTS, params_of, scrape
 
 openai = pytest.importorskip("openai")
 
-NAME, EOS, SLOTS = "tiny", 256, 4
-CONFIG = TransformerConfig(
-    vocab_size=260, live_vocab=259, d_model=16, layers=1, heads=4, kv_heads=2, head_size=8, d_ff=32, qk_norm=True
-)
-TEMPLATE = (
-    "{% for message in messages %}<|im_start|>{{ message.role }}: {{ message.content }}<|im_end|>{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>{% endif %}"
-)
 
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory):
-    """A token per byte, and three special ones."""
-    directory = tmp_path_factory.mktemp("model")
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    plain = tokenizers.Tokenizer(models.BPE({letter: index for index, letter in enumerate(alphabet)}, []))
-    plain.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    plain.decoder = decoders.ByteLevel()
-    plain.add_special_tokens(["<eos>", "<|im_start|>", "<|im_end|>"])
-    plain.save(str(directory / "tokenizer.json"))
-    special = {"eos_token": "<eos>", "chat_template": TEMPLATE}
-    (directory / "tokenizer_config.json").write_text(json.dumps(special))
-    loaded = Tokenizer.load(directory)
-    assert loaded.eos_ids == (EOS,) and loaded.vocab_size == 259
-    return loaded
-
-
-@pytest.fixture(scope="module")
-def engine(tokenizer):
-    options = EngineOptions(slots=SLOTS, max_length=96, decode_steps=2, prefill_rows=2, length_buckets=(96,))
-    return Engine(CONFIG, options, tokenizer=tokenizer)
-
-
-def params_of(seed):
-    return {name: np.asarray(2 * array) for name, array in init_params(CONFIG, jax.random.key(seed)).items()}
+@pytest.fixture
+def tokenizer():
+    return tiny.tokenizer()
 
 
 @pytest.fixture
-def scheduler(engine):
-    made = Scheduler(engine, engine.load(params_of(0), 0), max_waiting=16)
+def scheduler():
+    made = Scheduler(tiny.engine(), tiny.engine().load(params_of(0), 0), max_waiting=16)
     made.start()
     yield made
     made.stop()
@@ -67,7 +31,7 @@ def scheduler(engine):
 
 @pytest.fixture
 def server(scheduler, tokenizer):
-    made = HttpServer(Model(NAME, tokenizer, 96), address="127.0.0.1:0")
+    made = HttpServer(Model(NAME, tokenizer, tiny.LENGTH), address="127.0.0.1:0")
     made.serve(scheduler)
     yield made
     made.stop()
@@ -93,13 +57,18 @@ def chat(client, *, extra=(), **fields):
     return client.chat.completions.create(**asked, extra_body={**IDS, **dict(extra)})
 
 
+def all_logits(tokens, params):
+    """Behind each token, by one forward of the whole: [T, V]."""
+    model = bind(graph(CONFIG), params)
+    return model.logits(model(tokens[None], np.arange(len(tokens))[None], np.ones((1, len(tokens)), np.int32)))[0]
+
+
 def logprobs_by_hand(prompt, answer, params, without=()):
     """Of the answer's tokens by one forward of the whole, over the ids that the tokenizer defines less `without`."""
     tokens = np.array([*prompt, *answer], np.int32)
-    model = bind(graph(CONFIG), params)
-    logits = model.logits(model(tokens[None], np.arange(len(tokens))[None], np.ones((1, len(tokens)), np.int32)))
+    logits = all_logits(tokens, params)
     logits = logits.at[..., list(without)].set(-np.inf) if without else logits
-    return np.asarray(from_logits(logits[0, :-1], tokens[1:], temperature=1.0)[0])[len(prompt) - 1 :]
+    return np.asarray(from_logits(logits[:-1], tokens[1:], temperature=1.0)[0])[len(prompt) - 1 :]
 
 
 def test_models_are_listed_and_an_unknown_one_is_404(client):
@@ -157,16 +126,55 @@ def test_a_chat_goes_through_the_models_template(client, tokenizer):
         assert all(bytes(entry.bytes).decode() == entry.token for entry in choice.logprobs.content)
 
 
+def test_alternatives_are_the_likeliest_tokens_beside_the_drawn_one(client, tokenizer):
+    plain = complete(client).choices[0]
+    choice = complete(client, logprobs=3).choices[0]
+    assert choice.token_ids == plain.token_ids and plain.logprobs is None
+    tokens = np.array([*choice.prompt_token_ids, *choice.token_ids], np.int32)
+    logits_TV = all_logits(tokens, params_of(0))[len(choice.prompt_token_ids) - 1 : -1]
+    assert len(logits_TV) == len(choice.logprobs.top_logprobs) > 1
+    for place, given in enumerate(choice.logprobs.top_logprobs):
+        logprobs = jax.nn.log_softmax(logits_TV[place])
+        expected = {}
+        for token in np.argsort(-logprobs)[:3]:
+            expected.setdefault(tokenizer.decode([token]), float(logprobs[token]))  # parts of characters read alike
+        expected[choice.logprobs.tokens[place]] = choice.token_logprobs[place]
+        assert given == pytest.approx(expected, abs=5e-5)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_chats_alternatives_are_of_the_distribution_that_is_drawn_from(client, stream):
+    answer = chat(client, logprobs=True, top_logprobs=4, stream=stream, extra={"top_k": 2})
+    choices = [part.choices[0] for part in answer] if stream else answer.choices
+    entries = [entry for choice in choices for entry in choice.logprobs.content]
+    assert len(entries) == sum(len(choice.token_ids) for choice in choices) > 1
+    for entry in entries:
+        logprobs = [each.logprob for each in entry.top_logprobs]
+        assert logprobs == sorted(logprobs, reverse=True) and 1 <= len(logprobs) <= 2
+        assert any(entry.logprob == pytest.approx(each, abs=1e-5) for each in logprobs)
+        assert len(logprobs) < 2 or np.exp(logprobs).sum() == pytest.approx(1.0, abs=1e-5)
+
+
+def test_more_alternatives_than_the_server_gives_are_refused(client):
+    with pytest.raises(
+        openai.BadRequestError, match="top_logprobs=5 must be at least 0 and at most generation.top_log"
+    ):
+        chat(client, logprobs=True, top_logprobs=5)
+
+
 @pytest.mark.parametrize("ask", [complete, chat])
-def test_a_stream_joins_to_the_answer_that_is_not_streamed(client, ask):
+def test_a_stream_joins_to_the_answer_that_is_not_streamed(client, scheduler, monkeypatch, ask):
     whole = ask(client, n=2)
-    events = list(ask(client, n=2, stream=True, stream_options={"include_usage": True}))
+    go_on, events = tiny.held_after_first(scheduler, monkeypatch), []
+    for event in ask(client, n=2, stream=True, stream_options={"include_usage": True}):
+        events.append(event)
+        go_on.set()  # not before the first tokens are here
     assert events[-1].usage == whole.usage and events[-1].choices == []
     assert all(event.usage is None for event in events[:-1])
     assert len({event.id for event in events}) == 1
     for choice in whole.choices:
         parts = [part for event in events for part in event.choices if part.index == choice.index]
-        assert len(parts) > 2
+        assert len(parts) > 1
         assert [t for part in parts for t in part.token_ids] == choice.token_ids
         assert [p for part in parts for p in part.token_logprobs] == choice.token_logprobs
         assert parts[0].prompt_token_ids == choice.prompt_token_ids
@@ -221,23 +229,34 @@ def test_errors_are_the_clients_own_exceptions(client):
     assert caught.value.status_code == 408
 
 
-def test_a_client_that_leaves_its_stream_frees_the_slots(client, scheduler):
-    went_on = threading.Event()
+def test_a_client_that_leaves_its_stream_frees_the_slots(client, scheduler, monkeypatch):
+    go_on = tiny.held_after_first(scheduler, monkeypatch)
     with complete(client, prompt=["a", "b"], n=2, max_tokens=90, stream=True, extra={"min_tokens": 90}) as stream:
         next(iter(stream))
-    for _ in range(500):
-        if scheduler.status()["active"] == 0:
-            break
-        went_on.wait(0.01)
-    assert scheduler.status()["active"] == 0
-    assert scheduler.telemetry.ended["cancelled"] >= 1
+    tiny.until(lambda: scheduler._commands.qsize() == 2)  # both prompts are cancelled, and the engine may see it
+    go_on.set()
+    tiny.until(lambda: scheduler.status()["active"] == 0)
+    assert scheduler.telemetry.ended["cancelled"] == 4
 
 
 @pytest.mark.parametrize("ask", [complete, chat])
-def test_weights_that_come_in_mid_sequence_show_in_versions_and_logprobs(client, scheduler, ask):
+def test_weights_that_come_in_mid_sequence_show_in_versions_and_logprobs(client, scheduler, monkeypatch, ask):
     params = {version: params_of(version) for version in range(3)}
-    tokens, logprobs, versions, fingerprints = ([], [], [], [])
+    tokens, logprobs, versions, newest = ([], [], [], [])
     prompt = None
+    coming, made, submit = [(1, 4), (2, 20)], [], scheduler.submit  # versions, and after how many tokens they come
+
+    def watched_submit(request, on_chunks, on_error):
+        def watch(chunks):
+            on_chunks(chunks)
+            made.extend(token for chunk in chunks for token in chunk.tokens)
+            if coming and len(made) >= coming[0][1]:
+                version, _ = coming.pop(0)
+                scheduler.update_weights(params[version], version)
+
+        return submit(request, watch, on_error)
+
+    monkeypatch.setattr(scheduler, "submit", watched_submit)
     limit = {"max_tokens" if ask is complete else "max_completion_tokens": 60}
     for event in ask(client, **limit, stream=True, extra={"min_tokens": 60}):  # so that <eos> has no probability
         part = event.choices[0]
@@ -245,13 +264,10 @@ def test_weights_that_come_in_mid_sequence_show_in_versions_and_logprobs(client,
         tokens += part.token_ids
         logprobs += part.token_logprobs
         versions += part.versions
-        fingerprints.append(event.system_fingerprint)
-        for version, after in ((1, 4), (2, 20)):
-            if len(tokens) >= after and scheduler.status()["version"] < version:
-                scheduler.update_weights(params[version], version).result(60)
+        newest.append((event.system_fingerprint, f"version-{part.versions[-1]}"))
     assert len(tokens) == 60
     assert sorted(set(versions)) == [0, 1, 2] and versions == sorted(versions)
-    assert fingerprints[0] == "version-0" and fingerprints[-1] == "version-2"
+    assert all(fingerprint == version for fingerprint, version in newest)
     versions = np.array(versions)
     for version in range(3):
         expected, here = logprobs_by_hand(prompt, tokens, params[version], without=(EOS,)), versions == version
@@ -264,15 +280,8 @@ def test_the_answer_names_the_newest_weights_in_it(client, scheduler):
     assert set(complete(client).choices[0].versions) == {1}
 
 
-def scrape(server):
-    """name (with its labels) -> value."""
-    with urllib.request.urlopen(f"{server.url}/metrics", timeout=30) as answer:
-        text = answer.read().decode()
-    samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
-    return {"".join([s.name.removeprefix("areal_generation_"), *s.labels.values()]): s.value for s in samples}
-
-
-def test_prometheus_counts_what_was_sent(client, scheduler, server, engine):
+def test_prometheus_counts_what_was_sent(client, scheduler, server):
+    began = time.monotonic()
     before = scrape(server)
     assert before["slots"] == SLOTS and before["ready"] == 1
     # keys and values, 4 slots of 96 tokens, 2 heads of size 8, 4 bytes
@@ -281,22 +290,33 @@ def test_prometheus_counts_what_was_sent(client, scheduler, server, engine):
     answers = [complete(client, prompt=["a", "bcd"], n=2), complete(client), chat(client)]
     with pytest.raises(openai.RateLimitError):
         complete(client, n=17)
-    scheduler.update_weights(params_of(1), 1).result(60)
+    with tiny.Held(scheduler, prompt=range(5), samples=1, new=40) as held:
+        update = scheduler.update_weights(params_of(1), 1)
+    stall_s = update.result(60)
+    tiny.until(lambda: scheduler.status()["active"] == 0)
     after = scrape(server)
+    wall_s = time.monotonic() - began
     grown = {name: after[name] - before[name] for name in before}
-    tokens = sum(answer.usage.completion_tokens for answer in answers)
-    assert grown["requests_total"] == 4
-    assert grown["samples_total"] == 6
+    tokens = sum(answer.usage.completion_tokens for answer in answers) + 40
+    assert grown["requests_total"] == 5
+    assert grown["samples_total"] == 7
     assert grown["tokens_total"] == tokens
-    assert grown["prompt_tokens_total"] == 1 + 3 + 2 + answers[2].usage.prompt_tokens
-    reasons = [choice.finish_reason for answer in answers for choice in answer.choices]
+    assert grown["prompt_tokens_total"] == 1 + 3 + 2 + answers[2].usage.prompt_tokens + 5
+    choices = [choice for answer in answers for choice in answer.choices]
+    reasons = [choice.finish_reason for choice in choices] + ["length"]
     for reason in ("stop", "length"):
         assert grown[f"ended_samples_total{reason}"] == reasons.count(reason)
     assert grown["refused_requests_totalbusy"] == 1
-    assert grown["time_to_first_token_seconds_count"] == 6
-    assert grown["time_to_first_token_seconds_bucket+Inf"] == 6
-    assert grown["time_to_first_token_seconds_sum"] > 0
+    assert grown["time_to_first_token_seconds_count"] == grown["time_to_first_token_seconds_bucket+Inf"] == 7
+    assert 0 < grown["time_to_first_token_seconds_sum"] < 7 * wall_s
+    # a dispatch makes two tokens; who has no more has no time per token
+    assert grown["time_per_output_token_seconds_count"] == sum(len(choice.token_ids) > 2 for choice in choices) + 1
+    assert 0 < grown["time_per_output_token_seconds_sum"] < 7 * wall_s
     assert grown["swap_stall_seconds_count"] == grown["swaps_total"] == 1
-    assert grown["busy_seconds_total"] > 0
+    assert 0 < grown["swap_stall_seconds_sum"] == stall_s < wall_s
+    versions = np.concatenate([chunk.versions for chunk in held.chunks])
+    assert 2 <= (versions == 0).sum() < (versions <= 1).sum() == 40
+    assert grown["recomputed_tokens_total"] == 5 + (versions == 0).sum()  # prompt, and what was known at the swap
+    assert 0 < grown["busy_seconds_total"] < wall_s
     assert (after["weights_version"], after["slots_in_use"], after["queue_samples"]) == (1, 0, 0)
     assert after["tokens_per_second"] <= tokens / 10

@@ -197,33 +197,6 @@ def text(value):
     return jetstream_pb2.DecodeRequest.TextContent(text=value)
 
 
-def ids(*values):
-    return jetstream_pb2.DecodeRequest.TokenContent(token_ids=values)
-
-
-def test_jetstream_client_gets_token_ids_for_token_ids(scheduler, channel):
-    answers = decode(channel, token_content=ids(5, 6), max_tokens=3)
-    assert len(answers) > 1  # streamed
-    assert [i for (sample,) in answers for i in sample.token_ids] == [0, 1, 2]  # the first request is uid 0
-    assert not any(sample.text for (sample,) in answers)
-    (sent,) = scheduler.requests
-    np.testing.assert_array_equal(sent.prompt_tokens, [5, 6])  # no BOS before it
-    assert sent.sampling == Sampling(max_new_tokens=3, temperature=0.5, seed=3, stop_tokens=(3,))
-
-
-def test_jetstream_client_gets_text_for_text(scheduler, channel):
-    answers = decode(channel, text_content=text("Ab"), max_tokens=3)
-    assert "".join(sample.text for (sample,) in answers) == "\x00\x01\x02"
-    np.testing.assert_array_equal(scheduler.requests[0].prompt_tokens, list(b"Ab"))
-
-
-def test_jetstream_answers_leave_out_the_stop_token(channel):
-    answers = decode(channel, token_content=ids(1), max_tokens=5)  # 0, 1, 2 and the stop token 3
-    assert [i for (sample,) in answers for i in sample.token_ids] == [0, 1, 2]
-    answers = decode(channel, text_content=text("a"), max_tokens=5)  # uid 1: 1, 2 and the stop token
-    assert "".join(sample.text for (sample,) in answers) == "\x01\x02"
-
-
 def test_text_comes_in_whole_characters_that_join_to_the_whole_text():
     whole = "né 3 € 😀!"
     stream, tokens = TextStream(FakeTokenizer()), list(whole.encode())
@@ -233,12 +206,6 @@ def test_text_comes_in_whole_characters_that_join_to_the_whole_text():
     assert pieces[:3] == ["n", "", "é"]
     cut = TextStream(FakeTokenizer())
     assert cut.add(list("€".encode()[:2]), ended=True) == "\ufffd"  # cut by the length limit: shown as it is
-
-
-def test_jetstream_max_tokens_is_bounded_by_the_server(scheduler, channel):
-    for wanted in (0, 5, 100):
-        decode(channel, text_content=text("a"), max_tokens=wanted)
-    assert [sent.sampling.max_new_tokens for sent in scheduler.requests] == [6, 5, 6]
 
 
 @pytest.mark.parametrize("fields", [{}, {"text_content": text("")}, {"text_content": text("a"), "max_tokens": -1}])
