@@ -116,6 +116,7 @@ class GenerationConfig:
     dtype: Literal["float32", "bfloat16"] = "float32"
     batch_invariant: bool = False  # every bit of a log-probability as the trainer computes it: a proof, and slow
     tensor: int = 1  # devices over which a server splits heads, feed-forward and vocabulary, its cache by heads
+    top_logprobs: int = 0  # most of the likeliest alternatives to a token that an HTTP client may ask for
     max_waiting: int = 4096  # requests that may wait for a slot before the server answers "busy"
 
 
@@ -217,7 +218,7 @@ class EvaluationConfig:
 
 @dataclasses.dataclass(frozen=True)
 class SftConfig:
-    """Supervised fine-tuning: with `data` set, a run imitates responses, in one process, and nothing is generated."""
+    """Supervised fine-tuning: with `data` set, a run imitates responses, and nothing is generated."""
 
     data: str = ""  # as data.train: rows with a prompt and a response, or with `messages` (rollout/examples.py)
     options: dict[str, Any] = dataclasses.field(default_factory=dict)  # template, system, chat; or the factory's
@@ -423,11 +424,7 @@ def _check_supervised(config: Config) -> None:
             "(reinforcement learning) are both set; leave one of them empty: --config.data.train= or --config.sft.data="
         )
     _check_bounds(config)
-    if config.trainer.distributed.processes > 1:
-        raise ValueError(
-            f"config.trainer.distributed.processes={config.trainer.distributed.processes}: supervised fine-tuning "
-            "(sft.data) runs in one process, on all devices that it sees; set processes=1"
-        )
+    _check_distributed(config)
     _check_model(config)
     _check_lora(config.model.lora)
     for key, spec in _sft_data(config):
@@ -612,6 +609,7 @@ def _bounds(config: Config) -> list[tuple[str, float, float]]:
         ("generation.decode_steps", config.generation.decode_steps, 1),
         ("generation.prefill_rows", config.generation.prefill_rows, 1),
         ("generation.tensor", config.generation.tensor, 1),
+        ("generation.top_logprobs", config.generation.top_logprobs, 0),
         ("generation.prefill_tokens", config.generation.prefill_tokens, 1),
         ("trainer.steps", config.trainer.steps, 0 if config.sft.data else 1),
         ("trainer.prompts_per_step", config.trainer.prompts_per_step, 1),

@@ -1,7 +1,7 @@
 """The trainer's processes as one JAX program: how they join, agree, hand bytes on, wait for one another and end.
 
 In: the address of process 0, the number of processes, which of them this is. Out: `Processes`, through which one of
-them knows the others. Called by `launch.roles` before anything touches a device, and by the trainer's queue. Waits for:
+them knows the others. Called by `launch.roles` before anything touches a device, and by `trainer.shared`. Waits for:
 process 0, without limit while it lives (it waits for batches); at a barrier for all, with a limit.
 
 A process alone joins nobody, and nothing here then does or costs anything.
@@ -30,13 +30,14 @@ from typing import Any, NoReturn
 
 import jax
 import numpy as np
+from jax import Array
 from jax._src.distributed import global_state  # JAX has no public name for the client that it has connected
 from jax.errors import JaxRuntimeError
-from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 log = logging.getLogger(__name__)
 
-CHUNK_BYTES = 4 << 20  # that the devices broadcast at a time: one size, so one program
+CHUNK_BYTES = 4 << 20  # that one device sends another at a time: one size, so one program
 HEARTBEAT_S = 100.0
 POLL_S = 1.0
 LOOPBACK = r"127\.|localhost:|\[::1\]:"
@@ -50,7 +51,8 @@ class Processes:
         self.index, self.count = index, count
         self._timeout_s = timeout_s
         self._client: Any = global_state.client
-        self._sent = 0
+        self._sent: collections.Counter[int] = collections.Counter()  # by the process that receives
+        self._paths: dict[int, _Path] = {}
         self._barriers: collections.Counter[str] = collections.Counter()
 
     def barrier(self, name: str) -> None:
@@ -73,25 +75,38 @@ class Processes:
                 "are only slow"
             ) from error
 
-    def from_first(self, data: bytes) -> bytes:
-        """What process 0 gives, in every process; the others give b"". Waits for process 0 as long as that lives.
+    def send(self, to: int, data: bytes) -> None:
+        """Process 0 gives `data` to process `to`, and to no other: over the devices' network, in pieces."""
+        self._client.key_value_set(self._next(to), str(len(data)))
+        for start in range(0, len(data), CHUNK_BYTES):
+            jax.block_until_ready(self._path(to).send(data[start : start + CHUNK_BYTES]))
 
-        Sent over the devices' network, in pieces, so that process 0 sends once and not to each of them. Raises
-        RuntimeError when process 0 is gone, if JAX has not aborted this process before.
+    def coming(self) -> int:
+        """Bytes that process 0 sends here next. Waits for process 0 as long as that lives.
+
+        Raises RuntimeError when process 0 is gone, if JAX has not aborted this process before.
         """
-        if self.count == 1:
-            return data
-        key = f"areal_jax/sent/{self._sent}"
-        self._sent += 1
-        if self.index == 0:
-            self._client.key_value_set(key, str(len(data)))
-        size = len(data) if self.index == 0 else int(self._wait_for(key))
-        pieces = [_broadcast(data[start : start + CHUNK_BYTES]) for start in range(0, size, CHUNK_BYTES)]
-        return b"".join(pieces)[:size]
+        key = self._next(self.index)
+        size = int(self._wait_for(key))
+        self._client.key_value_delete(key)
+        return size
+
+    def receive(self, size: int) -> bytes:
+        """What process 0 sends: the `size` bytes that were `coming`."""
+        path = self._path(self.index)
+        return b"".join(path.receive() for _ in range(0, size, CHUNK_BYTES))[:size]
+
+    def of_first(self, mine: str) -> str:
+        """What process 0 has, in every process."""
+        if self.index:
+            return self.receive(self.coming()).decode()
+        for other in range(1, self.count):
+            self.send(other, mine.encode())
+        return mine
 
     def agree(self, what: str, mine: str) -> None:
         """Raises ValueError, with the lines that differ, where `mine` is not what process 0 has."""
-        first = self.from_first(mine.encode() if self.index == 0 else b"").decode()
+        first = self.of_first(mine)
         if first != mine:
             lines = itertools.zip_longest(first.splitlines(), mine.splitlines(), fillvalue="nothing")
             differing = [f"{a.strip(' ,')} there and {b.strip(' ,')} here" for a, b in lines if a != b]
@@ -119,6 +134,16 @@ class Processes:
                     stop.set()
                 elif note != str(self.index):
                     _end(f"process {note} of the trainer failed: {text}")
+
+    def _next(self, to: int) -> str:
+        """The key under which the store has the length of what goes to a process next."""
+        self._sent[to] += 1
+        return f"areal_jax/sent/{to}/{self._sent[to]}"
+
+    def _path(self, to: int) -> "_Path":
+        if to not in self._paths:
+            self._paths[to] = _Path(to)
+        return self._paths[to]
 
     def _wait_for(self, key: str) -> str:
         while True:
@@ -195,15 +220,42 @@ def _initialize(coordinator: str, index: int, count: int, timeout_s: float) -> N
             heartbeat_timeout_seconds=math.ceil(min(timeout_s, HEARTBEAT_S)),
             shutdown_timeout_seconds=math.ceil(timeout_s),
         )
+        jax.devices()  # which all of them make together, so before anyone waits for anything else
     finally:
         late.cancel()
 
 
-def _broadcast(data: bytes) -> bytes:
-    """`CHUNK_BYTES` bytes that begin with those of process 0."""
-    piece = np.zeros(CHUNK_BYTES, np.uint8)
-    piece[: len(data)] = np.frombuffer(data, np.uint8)
-    return multihost_utils.broadcast_one_to_all(piece).tobytes()
+class _Path:
+    """From a device of process 0 to one of process `to`: a program that these two run, and no other process."""
+
+    def __init__(self, to: int):
+        firsts = {device.process_index: device for device in reversed(jax.devices())}
+        mesh = Mesh(np.array([firsts[0], firsts[to]]), ("process",))
+        self._mine, self._sharding = firsts[jax.process_index()], NamedSharding(mesh, PartitionSpec("process"))
+        self._program = jax.jit(
+            jax.shard_map(
+                lambda piece: jax.lax.ppermute(piece, "process", [(0, 1)]),
+                mesh=mesh,
+                in_specs=PartitionSpec("process"),
+                out_specs=PartitionSpec("process"),
+            )
+        )
+        self._nothing = self._placed(b"")
+
+    def send(self, data: bytes) -> Array:
+        """At most `CHUNK_BYTES`; wait for what is returned."""
+        return self._program(self._placed(data))
+
+    def receive(self) -> bytes:
+        """`CHUNK_BYTES` that begin with what was sent."""
+        return np.asarray(self._program(self._nothing).addressable_data(0)).tobytes()
+
+    def _placed(self, data: bytes) -> Array:
+        """This process' part of what the program takes, [2, CHUNK_BYTES]: a row of each of the two."""
+        piece = np.zeros((1, CHUNK_BYTES), np.uint8)
+        piece[0, : len(data)] = np.frombuffer(data, np.uint8)
+        placed = jax.device_put(piece, self._mine)
+        return jax.make_array_from_single_device_arrays((2, CHUNK_BYTES), self._sharding, [placed])
 
 
 def _first_line(error: BaseException) -> str:

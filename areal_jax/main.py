@@ -41,11 +41,8 @@ def main(argv: Sequence[str]) -> int:
             config_lib.check_serving(config)
         else:
             config_lib.check(config)
-            if _ROLE.value and config.sft.data:
-                raise ValueError(
-                    f"--role={_ROLE.value} is a part of reinforcement learning, and supervised fine-tuning "
-                    f"(config.sft.data={config.sft.data}) is one process; leave --role out"
-                )
+            if config.sft.data and not _DRY_RUN.value:
+                check_supervised_role(config, _ROLE.value)
             if not _DRY_RUN.value:
                 config_lib.check_packages(config)
         if config.metrics.wandb:
@@ -57,15 +54,30 @@ def main(argv: Sequence[str]) -> int:
     if _DRY_RUN.value:
         return dry_run(config, devices=_DEVICES.value)
     with command_line.plain_errors():
+        if config.sft.data and _ROLE.value != "generator":
+            from areal_jax.launch import supervised
+
+            return supervised.run(config, command=sys.argv, process=_PROCESS.value)
         if _ROLE.value:
             from areal_jax.launch import roles
 
             return roles.run(config, _ROLE.value, index=_PROCESS.value if _ROLE.value == "trainer" else _INDEX.value)
-        if config.sft.data:
-            from areal_jax.launch import supervised
-
-            return supervised.run(config, command=sys.argv)
         return run(config, command=sys.argv)
+
+
+def check_supervised_role(config: Config, role: str | None) -> None:
+    """Raises ValueError where supervised fine-tuning is not what the config says: one process, or several trainers."""
+    count = config.trainer.distributed.processes
+    if count > 1 and role != "trainer":
+        raise ValueError(
+            f"config.trainer.distributed.processes={count}: each process of supervised fine-tuning is started by "
+            f"itself; give --role=trainer, and --process=0 to {count - 1}"
+        )
+    if count == 1 and role:
+        raise ValueError(
+            f"--role={role} is a part of reinforcement learning, and supervised fine-tuning "
+            f"(config.sft.data={config.sft.data}) is one process; leave --role out, or set trainer.distributed"
+        )
 
 
 def dry_run(config: Config, *, devices: int) -> int:

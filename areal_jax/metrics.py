@@ -31,7 +31,7 @@ METRICS: dict[str, tuple[str, str]] = {
     "time": ("end of the step, seconds since 1970", ""),
     "step_s": ("seconds from the end of the step before to the end of this one", ""),
     "idle_s": ("of these, waiting for a batch: the trainer stood still", "timeperf/rollout"),
-    "pack_s": ("of these, advantages and packing on the host", ""),
+    "pack_s": ("of these, advantages and packing on the host, and handing rows to the trainer's other processes", ""),
     "prox_s": ("of these, log-probabilities under the step's first weights", "timeperf/recompute_logp"),
     "update_s": ("of these, forward, backward and optimizer", "timeperf/train_step"),
     "publish_wait_s": ("of these, waiting for the publication of the version before", "timeperf/update_weights"),

@@ -85,6 +85,18 @@ class Chunk:
     logprobs: np.ndarray  # [T] float32
     versions: np.ndarray  # [T] int32
     finish_reason: str
+    alternatives: "Alternatives | None" = None  # where the request asks for them
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Alternatives:
+    """The most likely tokens in the place of each of T tokens, the likeliest first, under the distribution it is from.
+
+    Where that has fewer than N tokens, the last ones have log-probability -inf.
+    """
+
+    tokens: np.ndarray  # [T, N] int32
+    logprobs: np.ndarray  # [T, N] float32
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -93,7 +105,8 @@ class GenerateRequest:
 
     `partial` holds, by sample index, what a sample already has (from a server that died); it is continued, not begun
     again. Evaluation requests (`evaluation=True`) are admitted before rollouts. A request that is not finished
-    `timeout_s` after the server took it ends with a TimeoutError (0: it may take any time).
+    `timeout_s` after the server took it ends with a TimeoutError (0: it may take any time). `top_logprobs` asks for the
+    most likely tokens in each place, so many.
     """
 
     uid: int
@@ -103,6 +116,7 @@ class GenerateRequest:
     evaluation: bool = False
     partial: Mapping[int, Completion] = dataclasses.field(default_factory=dict)
     timeout_s: float = 0.0
+    top_logprobs: int = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -146,8 +160,12 @@ class TrainBatch:
 
     `segment_ids` are 1, 2, ... within a row and 0 on padding; `positions` restart at 0 in each segment;
     `loss_mask` is 1 on the completion tokens that train; `versions` is -1 on prompt tokens and padding.
+
+    `rows` are those of the whole microbatch. The arrays have all of them or, in a process that is not the first of a
+    trainer's several, those of its own devices, in their order.
     """
 
+    rows: int
     tokens: np.ndarray  # [R, L] int32
     positions: np.ndarray  # [R, L] int32
     segment_ids: np.ndarray  # [R, L] int32
@@ -155,6 +173,9 @@ class TrainBatch:
     behav_logprobs: np.ndarray  # [R, L] float32
     advantages: np.ndarray  # [R, L] float32
     versions: np.ndarray  # [R, L] int32
+
+
+ROW_ARRAYS = tuple(field.name for field in dataclasses.fields(TrainBatch) if field.name != "rows")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

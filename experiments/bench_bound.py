@@ -26,7 +26,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -45,9 +45,17 @@ from experiments.bench_workload import Bench, medians, take_turns, timed
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
 CONTEXT = 128  # cached tokens that a step of the bound attends to, at most
-READ_BYTES = 2**28  # far more than any processor's cache
-SQUARE = 2048
 REPETITIONS = 5
+
+
+class Sizes(NamedTuple):
+    """Of what the rates are measured with: far more bytes than any cache holds, and milliseconds of work."""
+
+    read_bytes: int
+    square: int  # rows and columns of a matrix
+
+
+ON_CPU, ON_ACCELERATOR = Sizes(2**28, 2048), Sizes(2**32, 16_384)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,18 +68,38 @@ class Rates:
 
 def measure_rates(dtype: str = "float32") -> Rates:
     """The best of several attempts at each; the products are those of `dtype`."""
-    rows = READ_BYTES // 4 // 4096
-    matrix, vector = jnp.ones((rows, 4096)), jnp.ones(4096)
-    square = jnp.ones((SQUARE, SQUARE), dtype)
-    source, target = np.ones(READ_BYTES // 8, np.float32), np.empty(READ_BYTES // 8, np.float32)
-    product = jax.jit(functools.partial(jnp.matmul, preferred_element_type=jnp.float32))
-    calls: dict[str, Callable[[], Any]] = {
-        "read": lambda: product(matrix, vector),
-        "copy": lambda: np.copyto(target, source),  # half the bytes, read and written
-        "square": lambda: product(square, square),
-    }
-    best = {name: min(timed(call) for _ in range(REPETITIONS)) for name, call in calls.items()}
-    return Rates(READ_BYTES / min(best["read"], best["copy"]), 2 * SQUARE**3 / best["square"])
+    return Rates(read_rate(), matmul_rate(dtype))
+
+
+def read_rate() -> float:
+    """Bytes per second from the memory of the device."""
+    sizes = device_sizes()
+    matrix, vector = jnp.ones((sizes.read_bytes // 4 // 4096, 4096)), jnp.ones(4096)
+    found = [sizes.read_bytes / fastest(lambda: _product(matrix, vector))]
+    if jax.default_backend() == "cpu":  # half the bytes, read and written
+        source, target = (np.ones(sizes.read_bytes // 8, np.float32) for _ in range(2))
+        found.append(sizes.read_bytes / fastest(lambda: np.copyto(target, source)))
+    return max(found)
+
+
+def matmul_rate(dtype: str) -> float:
+    """FLOP/s of the product of two square matrices of `dtype`, summed in float32."""
+    side = device_sizes().square
+    square = jnp.ones((side, side), dtype)
+    return 2 * side**3 / fastest(lambda: _product(square, square))
+
+
+def fastest(call: Callable[[], Any]) -> float:
+    return min(timed(call) for _ in range(REPETITIONS))
+
+
+@jax.jit
+def _product(a: Array, b: Array) -> Array:
+    return jnp.matmul(a, b, preferred_element_type=jnp.float32)
+
+
+def device_sizes() -> Sizes:
+    return ON_CPU if jax.default_backend() == "cpu" else ON_ACCELERATOR
 
 
 # The bound.
@@ -143,14 +171,26 @@ def decoding(bench: Bench, batch: int, buckets: tuple[int, ...]) -> Decoding:
     return Decoding(engine, weights, state, bench.prompt_tokens)
 
 
-def check_memory(bench: Bench) -> dict[str, int]:
-    """Bytes per slot and per token of it, as allocated; an AssertionError if arithmetic says otherwise."""
-    slots, length = 3, 64
-    state = bench.engine(slots, length, (length,)).init_decode_state()
-    allocated = sum(array.nbytes for array in jax.tree.leaves(state.cache))
-    per_token = cache_bytes(bench.config, jax.tree.leaves(state.cache)[0].dtype)
-    assert allocated == slots * length * per_token, (allocated, slots, length, per_token)
-    return {"cache_bytes_per_token": per_token, "cache_bytes_per_slot": per_token * bench.contexts[-1]}
+def check_memory(bench: Bench) -> dict[str, Any]:
+    """Bytes of the cache per slot and per token of it, as allocated, beside those of `cache_bytes`.
+
+    An AssertionError when they differ. The dtype is the one that the cache has here (`placement.cache_dtype`).
+    """
+    slots, length = 2, bench.contexts[-1]
+    arrays = jax.tree.leaves(bench.engine(slots, length, (length,)).init_decode_state().cache)
+    per_slot, dtype = sum(array.nbytes for array in arrays) / slots, arrays[0].dtype
+    per_token = cache_bytes(bench.config, dtype)
+    found = {
+        "cache_dtype": dtype.name,
+        "slot_tokens": length,
+        "cache_bytes_per_token": per_slot / length,
+        "cache_bytes_per_token_expected": per_token,
+        "cache_bytes_per_slot": per_slot,
+        "cache_bytes_per_slot_expected": length * per_token,
+    }
+    for name in ("cache_bytes_per_token", "cache_bytes_per_slot"):
+        assert found[name] == found[f"{name}_expected"], found
+    return found
 
 
 def over_bound(bench: Bench, batch: int, seconds: float) -> dict[str, Any]:

@@ -214,7 +214,12 @@ def by_dtype(found: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def rows(found: dict[str, Any]) -> list[str]:
-    lines = [f"  cache: {found['memory']['cache_bytes_per_token']:,} bytes per slot and token, as computed"]
+    cache = found["memory"]
+    lines = [
+        f"  cache, {cache['cache_dtype']}: {cache[f'cache_bytes_per_{part}']:,.0f} bytes per {part}{of}, computed "
+        f"{cache[f'cache_bytes_per_{part}_expected']:,}"
+        for part, of in (("token", ""), ("slot", f" of {cache['slot_tokens']:,} tokens"))
+    ]
     if "vs_huggingface" in found:
         theirs, rates = found["huggingface"], found["huggingface"]["tokens_per_second"]
         for ratio, order in (("vs_huggingface", "arrival"), ("vs_huggingface_sorted", "length")):

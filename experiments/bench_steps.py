@@ -16,6 +16,7 @@ import functools
 import math
 import time
 from collections.abc import Sequence
+from typing import Literal
 
 import jax
 import numpy as np
@@ -27,7 +28,7 @@ from areal_jax.models.transformer import TransformerConfig
 from areal_jax.trainer.sft import mean_loss
 from areal_jax.trainer.state import TrainState, learning_rate, make_optimizer, random_state
 from areal_jax.trainer.step import Minibatch, Programs, supervised_objective, update
-from areal_jax.types import TrainBatch, Trajectory
+from areal_jax.types import ROW_ARRAYS, TrainBatch, Trajectory
 
 SHORTEST, LONGEST = 1_024, 28_672
 TOKEN_BUDGET = 32_768
@@ -35,6 +36,8 @@ DEVIATIONS = 2.0  # from the middle of the distribution to either end
 LARGE_BATCH = 512  # sequences out of which rows are packed as full as in a large run
 ONE_DEVICE = {"data": 1, "fsdp": 1, "tensor": 1}
 OPTIMIZER = OptimizerConfig(warmup_fraction=0.0)  # the rate is constant, so that every update is alike
+TRAINER = TrainerConfig(optimizer=OPTIMIZER)
+Remat = Literal["none", "dots", "layers"]  # trainer.remat, the least that is computed again first
 FORWARD_AND_BACKWARD = 3  # in forward passes, as `models.flops` counts
 
 
@@ -71,7 +74,7 @@ def padded(sequences: Sequence[Trajectory]) -> TrainBatch:
     """One microbatch with a row for each sequence, all rows as long as its longest: what there is without packing."""
     longest = max(map(len, sequences))
     rows = [batch for each in sequences for batch in in_rows([each], 1, longest)]
-    return TrainBatch(**{name: np.concatenate([getattr(row, name) for row in rows]) for name in TrainBatch.__slots__})
+    return TrainBatch(len(rows), **{n: np.concatenate([getattr(row, n) for row in rows]) for n in ROW_ARRAYS})
 
 
 def full_rows(rng: np.random.Generator, rows: int, length: int, vocab_size: int) -> list[list[Trajectory]]:
@@ -93,30 +96,43 @@ def tokens_of(sequences: Sequence[Trajectory]) -> int:
 
 
 @functools.cache
-def make_programs(model: TransformerConfig) -> Programs:
-    """The trainer's programs in their default settings, on one device."""
-    config = TrainerConfig()
-    schedule = learning_rate(OPTIMIZER, 1)
+def make_programs(model: TransformerConfig, config: TrainerConfig) -> Programs:
+    """The trainer's programs on one device, whatever the mesh of the config."""
+    schedule = learning_rate(config.optimizer, 1)
     return Programs(
         model,
         sharding.make_mesh(ONE_DEVICE, jax.devices()[:1]),
-        make_optimizer(OPTIMIZER, schedule),
+        make_optimizer(config.optimizer, schedule),
         schedule,
         supervised_objective,
         {"temperature": np.float32(1.0), "clip_eps": np.float32(config.objective.clip_eps)},
         compute_dtype=config.dtype,
         export_dtype=config.dtype,
         vocab_block=config.vocab_block,
+        remat=config.remat,
     )
+
+
+@functools.cache
+def compiled_programs(model: TransformerConfig, config: TrainerConfig, length: int) -> Programs:
+    """The same, compiled for one row of `length` tokens."""
+    programs = make_programs(model, config)
+    programs.compile([(1, length)])
+    return programs
 
 
 class Training:
     """A model under training, from random weights that are the same in every one of the same model."""
 
-    def __init__(self, model: TransformerConfig):
-        self.model = model
-        self.programs = make_programs(model)
+    def __init__(self, model: TransformerConfig, config: TrainerConfig = TRAINER):
+        self.model, self.config = model, config
+        self.programs = make_programs(model, config)
         self.state: TrainState = random_state(model, self.programs.abstract, self.programs.optimizer, seed=0)
+
+    def compile(self, length: int, remat: Remat) -> None:
+        """From here on updates are of rows of `length` tokens under this rematerialisation; the state goes on."""
+        self.config = dataclasses.replace(self.config, remat=remat)
+        self.programs = compiled_programs(self.model, self.config, length)
 
     def step(self, batches: Sequence[TrainBatch]) -> float:
         """Seconds of one update from these microbatches."""
@@ -125,7 +141,7 @@ class Training:
     def step_with_loss(self, batches: Sequence[TrainBatch]) -> tuple[float, float]:
         """The same, and the cross-entropy per token before it, in nats."""
         began = time.monotonic()
-        self.state, outcome = update(self.programs, self.state, Minibatch(batches))
+        self.state, outcome = update(self.programs, self.state, Minibatch.of(batches))
         jax.block_until_ready((self.state, outcome))
         return time.monotonic() - began, mean_loss(outcome)
 

@@ -111,11 +111,11 @@ def measure(case: Case, directory: pathlib.Path) -> runs.Line:
     import jax
 
     jax.block_until_ready(jax.device_put(np.zeros(1), jax.devices()[-1]))  # the devices are there before it begins
-    before, began = status("VmRSS"), time.monotonic()
+    before, began = runs.memory("VmRSS") / GB, time.monotonic()
     params = jax.block_until_ready(case.load(directory))
     seconds = time.monotonic() - began
     held = sum(array.nbytes for array in params.values()) / GB
-    peak = status("VmHWM") - before
+    peak = runs.memory("VmHWM") / GB - before
     return {
         "load": case.name,
         "devices": case.devices,
@@ -124,12 +124,6 @@ def measure(case: Case, directory: pathlib.Path) -> runs.Line:
         "over_params_gb": round(peak - held, 2),
         "seconds": round(seconds, 1),
     }
-
-
-def status(field: str) -> float:
-    """A line of /proc/self/status, in GB."""
-    lines = pathlib.Path("/proc/self/status").read_text().splitlines()
-    return 1024 * int(next(line.split()[1] for line in lines if line.startswith(field))) / GB
 
 
 # What is measured.

@@ -54,7 +54,14 @@ def machine() -> Line:
         "cores": len(os.sched_getaffinity(0)),
         "jax": jax.__version__,
         "backend": jax.default_backend(),
+        "device": jax.devices()[0].device_kind,
     }
+
+
+def memory(field: str) -> int:
+    """Bytes of this process: "VmRSS", now, or "VmHWM", at most so far."""
+    lines = pathlib.Path("/proc/self/status").read_text().splitlines()
+    return 1024 * int(next(line.split()[1] for line in lines if line.startswith(field)))
 
 
 def define_parts(parts: Sequence[str], default: Sequence[str] = ()) -> flags.FlagHolder:

@@ -212,7 +212,7 @@ def test_supervised_fine_tuning_asks_for_nothing_of_generation_and_reward(tmp_pa
         ("sft.batch_size", 0, "config.sft.batch_size=0 must be at least 1"),
         ("sft.epochs", 0, "config.sft.epochs=0 must be at least 1"),
         ("trainer.steps", -1, "config.trainer.steps=-1 must be at least 0"),
-        ("trainer.distributed.processes", 2, "supervised fine-tuning .* runs in one process"),
+        ("trainer.distributed.processes", 2, "coordinator='' must be host:port of process 0"),
         ("model.lora.rank", -1, "config.model.lora.rank=-1 must be at least 0"),
     ],
 )

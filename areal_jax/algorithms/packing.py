@@ -170,6 +170,7 @@ def empty_batch(rows: int, length: int) -> TrainBatch:
     """Padding only: the shape that programs are compiled with, and what `pack` writes into."""
     shape = (rows, length)
     return TrainBatch(
+        rows=rows,
         tokens=np.zeros(shape, np.int32),
         positions=np.zeros(shape, np.int32),
         segment_ids=np.zeros(shape, np.int32),

@@ -4,10 +4,11 @@ In: the files of a run, finished, going on or killed. Out: a file in Chrome's Tr
 Waits for nobody.
 
     trainer             a slice per training step, in it waiting for a batch, packing, the proximal pass, the update,
-                        waiting for the publish before, the checkpoint; beside it each publish with its stages
+                        waiting for the publish before, the checkpoint; beside it each publish with its stages,
+                        and the same steps as each further process of the trainer spent them
     generation server   generating, waiting for requests, swapping weights (and in that, rebuilding caches); an arrow
                         from the publish of a version to each swap that took it
-    rollout controller  when the staleness gate was closed; evaluations
+    rollout controller  when the staleness gate was closed; when the reward workers had to judge; evaluations
 
 and as counters what is in flight, waits, runs. A step that was lost with its process and made again is there once, as
 in metrics.jsonl.
@@ -36,7 +37,7 @@ Event = dict[str, Any]
 Track = tuple[int, int]  # (pid, tid) in the file; not those of the machine
 
 STEP, PUBLISH = (1, 1), (1, 2)  # of the trainer
-GATE, EVALUATION = (2, 1), (2, 2)  # of the rollout controller
+GATE, JUDGING, EVALUATION = (2, 1), (2, 2), (2, 3)  # of the rollout controller
 FIRST_GENERATOR, ENGINE = 3, 1
 NAMES = {
     "idle_s": "wait for a batch",
@@ -91,10 +92,13 @@ def events(run: Run) -> list[Event]:
 
 def _trainer(run: Run) -> list[Event]:
     pid = STEP[0]
+    others = {(pid, PUBLISH[1] + n): (name, lines) for n, (name, lines) in enumerate(run.trainers.items(), start=1)}
+    own = {track: f"training steps, {name}" for track, (name, _) in others.items()}
     return [
-        *_names(pid, "trainer", {STEP: "training steps", PUBLISH: "publisher"}),
+        *_names(pid, "trainer", {STEP: "training steps", PUBLISH: "publisher", **own}),
         *_placed(STEP, map(_step, run.steps), run.begin),
         *_placed(PUBLISH, map(_publish, run.publishes), run.begin),
+        *(event for track, (_, lines) in others.items() for event in _placed(track, map(_step, lines), run.begin)),
         *_counters(pid, run.steps, {"trajectories waiting": "queue/waiting", "staleness": "staleness/mean"}, run.begin),
     ]
 
@@ -103,8 +107,11 @@ def _rollout(run: Run) -> list[Event]:
     pid, group_size = GATE[0], setting(run.config, "rollout.group_size", 1)
     groups = [{"time": line["time"], "groups": line["in_flight"] // group_size} for line in run.rollout]
     return [
-        *_names(pid, "rollout controller", {GATE: "staleness gate", EVALUATION: "evaluation"}),
-        *_placed(GATE, _gate(run.rollout), run.begin),
+        *_names(
+            pid, "rollout controller", {GATE: "staleness gate", JUDGING: "reward workers", EVALUATION: "evaluation"}
+        ),
+        *_placed(GATE, _spans("gate closed", run.rollout, "gate_closed"), run.begin),
+        *_placed(JUDGING, _spans("judge", run.rollout, "judging"), run.begin),
         *_placed(EVALUATION, map(_evaluation, run.evaluations), run.begin),
         *_counters(pid, run.rollout, {"trajectories in flight": "in_flight"}, run.begin),
         *_counters(pid, groups, {"groups in flight": "groups"}, run.begin),
@@ -141,9 +148,9 @@ def _publish(line: Line) -> Slice:
     return Slice(f"publish version {line['version']}", begin, line["time"], {}, inside)
 
 
-def _gate(lines: Sequence[Line]) -> list[Slice]:
-    """When the gate was closed. The controller cuts a long time at each of its lines, which is mended here."""
-    return _joined(Slice("gate closed", *closed) for line in lines for closed in line.get("gate_closed", ()))
+def _spans(name: str, lines: Sequence[Line], field: str) -> list[Slice]:
+    """The times that a field of the lines lists. The controller cuts a long one at each line, which is mended here."""
+    return _joined(Slice(name, *span) for line in lines for span in line.get(field, ()))
 
 
 def _evaluation(line: Line) -> Slice:

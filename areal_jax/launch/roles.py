@@ -42,6 +42,7 @@ PARENT = "AREAL_JAX_PARENT"  # in a child's environment: the process it must not
 TOKEN = "AREAL_JAX_TOKEN"  # shared by all processes of a run that goes beyond loopback
 LINGER_S = 3.0  # that the trainer still answers after training, so that the controller hears of the end
 REPORT_S = 1.0  # between two lines of generation-N.jsonl
+AT_ONCE_S = 0.01  # between two times of judging that are told as one
 
 
 def run(config: Config, role: str, *, index: int = 0) -> int:
@@ -99,16 +100,25 @@ def token() -> str:
 
 
 def _trainer(config: Config, process: int, stop: threading.Event) -> None:
-    from areal_jax import compilation, distributed
+    from areal_jax import compilation
 
     compilation.enable_cache()
+    with joined(config, process, stop) as processes:
+        (_lead if process == 0 else _follow)(config, processes, stop)
+
+
+@contextlib.contextmanager
+def joined(config: Config, process: int, stop: threading.Event) -> Iterator["Processes"]:
+    """The trainer's processes, of one mind on what they train; see `distributed.joined`."""
+    from areal_jax import distributed
+
     settings = config.trainer.distributed
     with distributed.joined(
         settings.coordinator, index=process, count=settings.processes, timeout_s=settings.timeout_s, stop=stop
     ) as processes:
         processes.agree("the config", config_lib.to_json(config))
         processes.agree("the newest checkpoint in run.dir", f"version {run_files.newest_checkpoint(config.run_dir)}")
-        (_lead if process == 0 else _follow)(config, processes, stop)
+        yield processes
 
 
 def _ready(processes: "Processes", stop: threading.Event) -> None:
@@ -117,19 +127,18 @@ def _ready(processes: "Processes", stop: threading.Event) -> None:
 
 
 def _follow(config: Config, processes: "Processes", stop: threading.Event) -> None:
-    """A process that is not the first: the same loop, without queue, files and generators."""
+    """A process that is not the first: the same loop, without queue and generators."""
     from areal_jax.trainer import shared
 
-    def open_log(version: int) -> shared.Silent:
+    def open_log(version: int) -> shared.OwnTimes:
         _ready(processes, stop)
-        return shared.Silent()
+        return shared.OwnTimes(config.run_dir, processes.index, version=version)
 
-    _loop(config, shared.FollowingQueue(processes), shared.Silent(), open_log, stop)
+    _loop(config, shared.NoQueue(), shared.NoPublisher(), open_log, stop, processes)
 
 
 def _lead(config: Config, processes: "Processes", stop: threading.Event) -> None:
     from areal_jax import weights
-    from areal_jax.trainer import shared
     from areal_jax.transport import clients, servers
 
     queue = make_queue(config)
@@ -155,7 +164,7 @@ def _lead(config: Config, processes: "Processes", stop: threading.Event) -> None
 
     try:
         send = weights.shared_memory_sender(directory, push)
-        train(config, shared.leading_queue(queue, processes), send, stop, lambda: _ready(processes, stop))
+        train(config, queue, send, stop, processes, lambda: _ready(processes, stop))
         stop.wait(LINGER_S)
     finally:
         server.stop()
@@ -167,6 +176,7 @@ def train(
     queue: Any,
     send: Callable[[Any, int], Any],
     stop: threading.Event,
+    processes: "Processes",
     on_ready: Callable[[], None] = lambda: None,
 ) -> None:
     """The training loop with its files, on a queue and on whatever sends weights to the generators.
@@ -180,10 +190,17 @@ def train(
         return step_log(config, version)
 
     record = JsonlWriter(config.run_dir / "publishes.jsonl").write
-    _loop(config, queue, Publisher(send, queue.announce, failed=stop.set, record=record), open_log, stop)
+    _loop(config, queue, Publisher(send, queue.announce, failed=stop.set, record=record), open_log, stop, processes)
 
 
-def _loop(config: Config, queue: Any, publisher: Any, open_log: Callable[[int], Any], stop: threading.Event) -> None:
+def _loop(
+    config: Config,
+    queue: Any,
+    publisher: Any,
+    open_log: Callable[[int], Any],
+    stop: threading.Event,
+    processes: "Processes",
+) -> None:
     from areal_jax.models.safetensors_files import read_params
     from areal_jax.trainer import loop
 
@@ -196,6 +213,7 @@ def _loop(config: Config, queue: Any, publisher: Any, open_log: Callable[[int], 
         publisher=publisher,
         open_log=open_log,
         stop=stop,
+        processes=processes,
     )
 
 
@@ -363,6 +381,7 @@ def make_scheduler(config: Config) -> "Scheduler":
         length_buckets=settings.length_buckets,
         slot_buckets=settings.slot_buckets,
         dtype=settings.dtype,
+        top_logprobs=settings.top_logprobs,
         temperature=config.rollout.temperature,
         seed=config.run.seed,
         tensor=settings.tensor,
@@ -459,14 +478,15 @@ async def control(config: Config, generate: Any, queue: Any, stop: threading.Eve
         run_files.write_lines(config.run_dir / "evaluations" / f"{name}.jsonl", lines)
 
     with make_scorer(config) as scorer:
+        timed = TimedScorer(scorer)
 
         def record_with_pool(file: str, line: dict[str, Any]) -> None:
-            counts = {"reward_unanswered": dict(scorer.unanswered)} if file == "rollout" else {}
-            record(file, {**line, **counts})
+            pool = {"reward_unanswered": dict(scorer.unanswered), "judging": timed.take()} if file == "rollout" else {}
+            record(file, {**line, **pool})
 
         services = controller.Services(
             generate=generate,
-            scorer=scorer,
+            scorer=timed,
             queue=queue,
             tokenizer=tokenizer,
             record=record_with_pool,
@@ -480,6 +500,37 @@ async def control(config: Config, generate: Any, queue: Any, stop: threading.Eve
             held_out=load_prompts(config, "held_out", tokenizer),
             stop=await _as_asyncio(stop),
         )
+
+
+class TimedScorer:
+    """A scorer of which is seen when it had something to judge. All calls come from one event loop."""
+
+    def __init__(self, scorer: Any) -> None:
+        self._scorer = scorer
+        self._groups, self._since = 0, 0.0
+        self._spans: list[tuple[float, float]] = []
+
+    async def score(self, completions: Sequence[str], *, answer: str, prompt: str) -> list[float]:
+        self._note(1)
+        try:
+            return await self._scorer.score(completions, answer=answer, prompt=prompt)
+        finally:
+            self._note(-1)
+
+    def take(self) -> list[tuple[float, float]]:
+        """[begin, end] of each such time since the last call, in seconds since 1970; what goes on is cut here."""
+        self._note(0)
+        spans, self._spans = self._spans, []
+        return spans
+
+    def _note(self, more: int) -> None:
+        now = time.time()
+        if self._groups:
+            # What follows at once goes on: else there would be as many of them as groups.
+            at_once = bool(self._spans) and self._since - self._spans[-1][1] < AT_ONCE_S
+            begin = self._spans.pop()[0] if at_once else self._since
+            self._spans.append((begin, now))
+        self._groups, self._since = self._groups + more, now
 
 
 def make_scorer(config: Config) -> "RewardPool":

@@ -26,10 +26,12 @@ timeline.json       what every process did when, on one clock: open it in https:
                     your machine) or chrome://tracing; across machines the tracks are as exact as their clocks agree
 config.json         the whole configuration, defaults and overrides resolved
 metrics.jsonl       the trainer, one line per training step; the README of the repository explains each name
+trainer-N.jsonl     process N of the trainer, where there are several: its own times of each training step
 evaluations.jsonl   the held-out score, one line per evaluation: phase before | during | after, and the version asked
 rollout.jsonl       the rollout controller, about a line per second; started, finished, failed and right are totals,
                     and reward_unanswered, by cause: completions that the verifier could not get through, so wrong;
-                    gate_closed: each [begin, end] since the line before of waiting at the staleness gate
+                    gate_closed and judging: each [begin, end] since the line before of waiting at the staleness
+                    gate, and of verdicts being awaited from the reward workers
 skipped.jsonl       prompts to train on that were not asked, with the cause: too_long has tokens and their limit; again
                     after a start that goes on from an older checkpoint; held-out ones are in evaluations.jsonl
 skipped/            VERSION.npz: the first minibatch of the step from that version whose gradient was not finite, so
@@ -126,8 +128,9 @@ class Run:
 
     def update(self) -> "Run":
         """Returns itself."""
-        for path in self.directory.glob("generation-*.jsonl"):
-            self._tail(path.name)
+        for kind in ("generation", "trainer"):
+            for path in self.directory.glob(f"{kind}-*.jsonl"):
+                self._tail(path.name)
         self._tail("starts.jsonl").update()
         earlier = self.starts[-1].get("logs", {}) if self.starts else {}
         for path in self.directory.glob("logs/*.log"):
@@ -142,10 +145,18 @@ class Run:
     @property
     def generators(self) -> dict[str, list[Line]]:
         """Lines of each generation server, by the stem of its file."""
+        return self._of_kind("generation")
+
+    @property
+    def trainers(self) -> dict[str, list[Line]]:
+        """Lines of each process of the trainer but the first, whose are `steps`, by the stem of its file."""
+        return self._of_kind("trainer")
+
+    def _of_kind(self, kind: str) -> dict[str, list[Line]]:
         return {
             path.stem: tail.items
             for path, tail in sorted(self._tails.items())
-            if path.suffix == ".jsonl" and path.stem.startswith("generation-")
+            if path.suffix == ".jsonl" and path.stem.startswith(f"{kind}-")
         }
 
     @property

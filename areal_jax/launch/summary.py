@@ -158,7 +158,7 @@ def speed(run: Run) -> Summary:
 def recompilations(run: Run) -> int:
     """Programs that the trainer and the servers compiled after the first step of a start, which is its warm-up."""
     found = 0.0
-    for lines in (run.steps, *run.generators.values()):
+    for lines in (run.steps, *run.trainers.values(), *run.generators.values()):
         for first, last in run_files.spans(run):
             counts = column([line for line in lines if first <= line["time"] <= last], "compilations")
             found += np.nansum(np.clip(np.diff(counts), 0, None))  # a server that was restarted counts from 0 again

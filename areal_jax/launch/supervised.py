@@ -2,12 +2,13 @@
 
 In: a checked config with `sft.data`. Out: the run's directory, and the exit status. Called by `main`. Waits for the
 devices; Ctrl-C and SIGTERM end it after the update under way, with a checkpoint from which the same command goes on.
+Of several processes each calls it; process 0 reads the examples, and has the directory and the terminal.
 """
 
 import functools
 import json
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -15,6 +16,7 @@ from rich.console import Console
 from areal_jax import compilation
 from areal_jax import config as config_lib
 from areal_jax.config import Config
+from areal_jax.distributed import Processes
 from areal_jax.hub import model_directory
 from areal_jax.launch import processes, roles, run_files, summary, supervised_page, threads
 from areal_jax.metrics import JsonlWriter, Writer
@@ -23,6 +25,7 @@ from areal_jax.models.transformer import TransformerConfig
 from areal_jax.rollout.examples import Loaded, load_examples
 from areal_jax.tokenizer import Tokenizer
 from areal_jax.trainer import sft
+from areal_jax.trainer.shared import OwnTimes
 
 SHOWN_CHARACTERS = 600  # of the first prompt and response, by --dry_run
 
@@ -35,6 +38,7 @@ config.json         the whole configuration, defaults and overrides resolved
 examples.json       how many examples there are, how many were too long, how many updates are planned
 skipped.jsonl       the examples that were left out because they are too long, with their place in the data
 metrics.jsonl       one line per update; the README of the repository explains each name
+trainer-N.jsonl     process N, where there are several: its own times of each update
 evaluations.jsonl   the held-out loss (nats per response token): phase before | during | after, and the version
 skipped/            VERSION.npz: a minibatch whose gradient was not finite, so that no update was made of it
 starts.jsonl        one line per start of this run: a run that was stopped goes on with the same command
@@ -45,21 +49,45 @@ Times are seconds since 1970; a version is the number of updates behind a set of
 """
 
 
-def run(config: Config, *, command: Sequence[str]) -> int:
-    """Trains to the end of the course, with its summary: 0 when it got there, 130 when it was interrupted."""
+def run(config: Config, *, command: Sequence[str], process: int = 0) -> int:
+    """Trains to the end of the course, with its summary: 0 when it got there, 130 when it was interrupted.
+
+    `process` is which of trainer.distributed.processes this one is.
+    """
     roles.pin(config.run.cores, "trainer", 0)
     compilation.enable_cache()
+    stop = threading.Event()
+    with roles.joined(config, process, stop) as trainers:
+        return _follow(config, trainers, stop) if process else _lead(config, command, trainers, stop)
+
+
+def _follow(config: Config, trainers: Processes, stop: threading.Event) -> int:
+    """A process that is not the first: the same loop, on the rows that process 0 gives it."""
+    if not trainers.of_first(""):
+        return 0
+
+    def open_log(version: int) -> Writer:
+        trainers.barrier("every program is compiled")
+        return OwnTimes(config.run_dir, trainers.index, version=version)
+
+    with threads.stop_on_signals(stop):
+        _fit(config, roles.supervised_model_config(config), {}, open_log, lambda line: None, stop, trainers)
+    return 0
+
+
+def _lead(config: Config, command: Sequence[str], trainers: Processes, stop: threading.Event) -> int:
     directory = config.run_dir
     shape, data = roles.supervised_model_config(config), load(config)
     course = sft.make_course(config, len(data["train"].examples))
     finished = summary.finished(directory, course.updates)
+    trainers.of_first("" if finished else "the others train, too")
     if finished:
         print(f"{directory} has its {course.updates} updates; --config.run.name=... begins another run")
         supervised_page.show(directory, finished, Console())
         return 0
-    with processes.exclusive(directory), threads.stop_on_signals() as stop:
+    with processes.exclusive(directory), threads.stop_on_signals(stop):
         run_files.open_run(directory, command, readme=README)
-        version = _train(config, shape, data, course, stop)
+        version = _train(config, shape, data, course, stop, trainers)
     supervised_page.show(directory, supervised_page.write(directory), Console())
     if version < course.updates:
         print(f"stopped: the newest checkpoint is of version {version}; the same command goes on from there")
@@ -97,13 +125,19 @@ def write_facts(config: Config, data: Mapping[str, Loaded], course: sft.Course) 
 
 
 def _train(
-    config: Config, shape: TransformerConfig, data: Mapping[str, Loaded], course: sft.Course, stop: threading.Event
+    config: Config,
+    shape: TransformerConfig,
+    data: Mapping[str, Loaded],
+    course: sft.Course,
+    stop: threading.Event,
+    trainers: Processes,
 ) -> int:
     """The loop with its files, none of which is touched before a checkpoint that is there fits; returns the version."""
     evaluations = JsonlWriter(config.run_dir / "evaluations.jsonl")
     progress = supervised_page.Progress(config.run_dir, Console())
 
     def open_log(version: int) -> Writer:
+        trainers.barrier("every program is compiled")
         write_facts(config, data, course)
         evaluations.truncate_after(version if version else -1)
         steps = roles.step_log(config, version)
@@ -115,18 +149,33 @@ def _train(
         progress.update()
 
     try:
-        return sft.train(
-            config,
-            model_config=shape,
-            read_params=functools.partial(read_params, model_directory(config.model.path), shape),
-            examples=data["train"].examples,
-            held_out=data["held_out"].examples if "held_out" in data else [],
-            open_log=open_log,
-            record=record,
-            stop=stop,
-        )
+        return _fit(config, shape, data, open_log, record, stop, trainers)
     finally:
         evaluations.close()
+
+
+def _fit(
+    config: Config,
+    shape: TransformerConfig,
+    data: Mapping[str, Loaded],
+    open_log: Callable[[int], Writer],
+    record: Callable[[dict[str, Any]], None],
+    stop: threading.Event,
+    trainers: Processes,
+) -> int:
+    """The loop on the examples by split, as many splits as there are; returns the version."""
+    examples = {split: data[split].examples if split in data else [] for split in ("train", "held_out")}
+    return sft.train(
+        config,
+        model_config=shape,
+        read_params=functools.partial(read_params, model_directory(config.model.path), shape),
+        examples=examples["train"],
+        held_out=examples["held_out"],
+        open_log=open_log,
+        record=record,
+        stop=stop,
+        processes=trainers,
+    )
 
 
 class _Told:

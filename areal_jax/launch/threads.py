@@ -23,6 +23,7 @@ from typing import Any
 from areal_jax import compilation
 from areal_jax import config as config_lib
 from areal_jax.config import Config
+from areal_jax.distributed import Processes
 from areal_jax.generation.scheduler import Scheduler
 from areal_jax.launch import processes, roles, run_files
 from areal_jax.launch.display import Display
@@ -43,7 +44,7 @@ def run(config: Config, *, command: Sequence[str]) -> int:
         )
     compilation.enable_cache()
     directory = config.run_dir
-    with processes.exclusive(directory), stop_on_signals() as stop:
+    with processes.exclusive(directory), stop_on_signals(threading.Event()) as stop:
         run_files.open_run(directory, command)
         (directory / "config.json").write_text(config_lib.to_json(config))
         with _logging_into(directory / "logs" / "threads.log"), Display(directory) as display:
@@ -75,7 +76,7 @@ def _run_around(
         asyncio.run(roles.control(config, LocalGenerate(scheduler), LocalQueue(queue), ending))
 
     def train() -> None:
-        roles.train(config, queue, send, ending)
+        roles.train(config, queue, send, ending, Processes())
 
     parts = (control, train, lambda: roles.report_generation(scheduler, config.run_dir, 0, ending))
     with ThreadPoolExecutor(len(parts)) as threads:
@@ -117,9 +118,8 @@ def _logging_into(path: pathlib.Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def stop_on_signals() -> Iterator[threading.Event]:
+def stop_on_signals(stop: threading.Event) -> Iterator[threading.Event]:
     """Within it SIGTERM and SIGINT set the event."""
-    stop = threading.Event()
     if threading.current_thread() is not threading.main_thread():  # a notebook's or a test's: no signals here
         yield stop
         return

@@ -43,7 +43,7 @@ class Step:
     numbers: Line
 
 
-Figures = Callable[[Step, Sequence[Outcome]], Line]  # what a line says of a step and of its outcomes, on the host
+Figures = Callable[[Step], Line]  # what a line says of a step and its outcomes
 
 
 class Journal:
@@ -91,28 +91,27 @@ class Journal:
         step, self._pending = self._pending, None
         if step is None:
             return
-        consuming, outcomes = step.version - 1, jax.device_get(step.outcomes)
-        self._count_skipped(outcomes)
-        saved = self._save_skipped(step, outcomes)
-        self._writer.write(step.numbers | self._figures(step, outcomes) | {"updates/skipped": self._skipped})
-        self._check_skipped(consuming, saved)
+        skipped = [bool(outcome.facts["skipped"]) for outcome in step.outcomes]
+        self._count_skipped(skipped)
+        saved = self._save_skipped(step, skipped)
+        self._writer.write(step.numbers | self._figures(step) | {"updates/skipped": self._skipped})
+        self._check_skipped(step.version - 1, saved)
 
     def close(self) -> None:
         self.flush()
         self._writer.close()
 
-    def _count_skipped(self, outcomes: Sequence[Outcome]) -> None:
-        for outcome in outcomes:
-            skipped = bool(outcome.facts["skipped"])
-            self._skipped += skipped
-            self._skipped_in_a_row = self._skipped_in_a_row + 1 if skipped else 0
+    def _count_skipped(self, skipped: Sequence[bool]) -> None:
+        for each in skipped:
+            self._skipped += each
+            self._skipped_in_a_row = self._skipped_in_a_row + 1 if each else 0
 
-    def _save_skipped(self, step: Step, outcomes: Sequence[Outcome]) -> pathlib.Path | None:
+    def _save_skipped(self, step: Step, skipped: Sequence[bool]) -> pathlib.Path | None:
         """The file of the step's first minibatch without a finite gradient; None when there is none."""
-        for place, outcome in enumerate(outcomes):
-            if outcome.facts["skipped"]:
-                return self._saved.save(step.version - 1, place, step.minibatches[place], outcome)
-        return None
+        if True not in skipped:
+            return None
+        place = skipped.index(True)
+        return self._saved.save(step.version - 1, place, step.minibatches[place], step.outcomes[place])
 
     def _check_skipped(self, version: int, saved: pathlib.Path | None) -> None:
         if self._skipped_in_a_row >= self._most_skipped:
@@ -125,11 +124,14 @@ class Journal:
             )
 
 
-def reinforcement_figures(
-    step: Step, outcomes: Sequence[Outcome], *, work: Work, correct_reward: float, recomputed_prox: bool
-) -> Line:
+def no_figures(step: Step) -> Line:
+    """Of a process that is not the first: process 0 has what concerns all."""
+    return {}
+
+
+def reinforcement_figures(step: Step, *, work: Work, correct_reward: float, recomputed_prox: bool) -> Line:
     """What the line of a step of reinforcement learning says, beside times and counts."""
-    consuming = step.version - 1
+    consuming, outcomes = step.version - 1, jax.device_get(step.outcomes)
     pairs = first_logprobs(step.minibatches, outcomes, recomputed_prox=recomputed_prox)
     return {
         **batch_figures(step.batch, consuming, correct_reward),

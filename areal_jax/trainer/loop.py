@@ -1,7 +1,7 @@
 """The training loop: batches in, versions out.
 
     for batch in queue:                                     <- whole groups, oldest first
-        minibatches = pack(batch), with_prox(weights now)
+        minibatches = pack(batch), with_prox(weights now)   <- of several processes, the rows of each (shared.py)
         for minibatch in minibatches: update
         version + 1
         publish                                             -> generation servers, then the staleness gate
@@ -32,12 +32,14 @@ from jax import Array
 from areal_jax.algorithms.advantage import trajectory_advantages
 from areal_jax.algorithms.packing import Layout, make_layout, pack, split_minibatches
 from areal_jax.config import Config
+from areal_jax.distributed import Processes
 from areal_jax.metrics import Writer
 from areal_jax.models.transformer import TransformerConfig
 from areal_jax.profiling import Profile
 from areal_jax.trainer import lora
 from areal_jax.trainer.checkpoint import Checkpoints, Facts
-from areal_jax.trainer.journal import Journal, reinforcement_figures
+from areal_jax.trainer.journal import Figures, Journal, no_figures, reinforcement_figures
+from areal_jax.trainer.shared import shares
 from areal_jax.trainer.skipped import SkippedMinibatches
 from areal_jax.trainer.state import TrainState
 from areal_jax.trainer.step import (
@@ -61,7 +63,7 @@ ReadParams = Callable[[Mapping[str, jax.ShapeDtypeStruct]], Mapping[str, Array]]
 
 
 class Queue(Protocol):
-    """The trajectory queue, which lives in the trainer's process."""
+    """The trajectory queue, which lives in the trainer's process, of several in process 0."""
 
     def get(self, version: int, *, timeout_s: float, stop: threading.Event) -> list[Trajectory] | None: ...
     def announce(self, version: int, *, finished: bool) -> None: ...
@@ -89,13 +91,15 @@ def train(
     publisher: Publisher,
     open_log: Callable[[int], Writer],
     stop: threading.Event,
+    processes: Processes,
 ) -> int:
     """Trains to `trainer.steps` versions, from the newest checkpoint of the run if there is one; returns the version.
 
     `read_params` gives those of version 0, and is called only by a run that begins. `open_log` opens the step log of a
-    run that stands at a version.
+    run that stands at a version. `processes` are the trainer's, each of which calls this; they go on together.
     """
     programs, layout = build(config, model_config)
+    shared = shares(processes, programs)
     with contextlib.ExitStack() as stack:
         checkpoints = stack.enter_context(contextlib.closing(open_checkpoints(config)))
         state, version = start(checkpoints, programs, facts(config, model_config, 0), read_params, queue)
@@ -109,12 +113,12 @@ def train(
         while version < config.trainer.steps:
             profile.at(version + 1)
             with journal.measure("idle_s"):
-                batch = queue.get(version, timeout_s=config.trainer.batch_timeout_s, stop=stop)
+                batch = shared.next(queue.get(version, timeout_s=config.trainer.batch_timeout_s, stop=stop))
             if batch is None:
                 break
             waiting = queue.waiting
             with journal.measure("pack_s"):
-                minibatches = make_minibatches(config, batch, version, layout)
+                minibatches = shared.take(functools.partial(make_minibatches, config, batch, version, layout))
             with journal.measure("prox_s"):
                 minibatches = with_prox(config, programs, state, minibatches)
             with journal.measure("update_s"):
@@ -172,6 +176,12 @@ def open_journal(config: Config, work: Work, writer: Writer) -> Journal:
     figures = functools.partial(
         reinforcement_figures, work=work, correct_reward=config.reward.correct, recomputed_prox=recomputed_prox
     )
+    return make_journal(config, figures, writer)
+
+
+def make_journal(config: Config, figures: Figures, writer: Writer) -> Journal:
+    """The journal of this process; the figures are process 0's."""
+    figures = no_figures if jax.process_index() else figures
     saved = SkippedMinibatches(config.run_dir / "skipped")
     return Journal(writer, saved, figures, most_skipped=config.trainer.skipped_in_a_row)
 
@@ -230,7 +240,7 @@ def make_minibatches(config: Config, batch: Sequence[Trajectory], version: int, 
             [batch[i] for i in moving], advantages_B[moving], layout, version=version, max_staleness=max_staleness
         )
         tokens = sum(int(np.count_nonzero(t.versions >= version - max_staleness)) for t in gradless)
-        return Minibatch(packed, gradless_tokens=tokens)
+        return Minibatch.of(packed, gradless_tokens=tokens)
 
     return [minibatch(part) for part in split_minibatches(batch, objective.minibatches)]
 

@@ -8,8 +8,8 @@
 
 In: prompt and response tokens. Out: the train state, checkpoints, a line of metrics.jsonl for each update, held-out
 losses. `train` is a whole run, called by `launch.supervised`; `fit` is the same updates on batches that a script makes.
-Waits for the devices alone. Accumulation, optimizer, sharding, packing and checkpoints are those of reinforcement
-learning; a version is an update.
+Waits for the devices, and in several processes for process 0, which alone has the examples. Accumulation, optimizer,
+sharding, packing, sharing and checkpoints are those of reinforcement learning; a version is an update.
 
 Shapes: R packed rows, L tokens of a row, P prompt tokens, T tokens from the first that trains.
 """
@@ -19,24 +19,27 @@ import dataclasses
 import functools
 import json
 import logging
+import math
 import threading
 import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 from jax import Array
 
-from areal_jax.algorithms.packing import Layout, loss_tokens, make_layout, pack, padding_share
+from areal_jax.algorithms.packing import Layout, make_layout, pack, padding_share
 from areal_jax.config import Config, ModelConfig, TrainerConfig
+from areal_jax.distributed import Processes
 from areal_jax.metrics import Writer
 from areal_jax.models.transformer import Params, TransformerConfig
 from areal_jax.trainer import loop, lora
 from areal_jax.trainer.checkpoint import Checkpoints, Facts
 from areal_jax.trainer.journal import Journal, Line, Step
 from areal_jax.trainer.loop import ReadParams
-from areal_jax.trainer.skipped import SkippedMinibatches
+from areal_jax.trainer.shared import shares
 from areal_jax.trainer.state import TrainState, copies, initial_state
 from areal_jax.trainer.step import (
     CONTEXT,
@@ -48,7 +51,7 @@ from areal_jax.trainer.step import (
     update,
 )
 from areal_jax.trainer.utilisation import Work, work_of
-from areal_jax.types import PROMPT_VERSION, Example, TrainBatch, Trajectory
+from areal_jax.types import PROMPT_VERSION, Example, Trajectory
 
 log = logging.getLogger(__name__)
 
@@ -107,7 +110,11 @@ def example(prompt: Sequence[int], response: Sequence[int]) -> Example:
 def minibatch(examples: Sequence[Example], layout: Layout) -> Minibatch:
     """The packed rows of one update."""
     rows = pack([_trajectory(e) for e in examples], np.zeros(len(examples)), layout, version=0, max_staleness=0)
-    return Minibatch(rows)
+    return Minibatch.of(rows)
+
+
+def _packed(examples: Sequence[Example], indices: Sequence[int], layout: Layout) -> list[Minibatch]:
+    return [minibatch([examples[i] for i in indices], layout)]
 
 
 def _trajectory(example: Example) -> Trajectory:
@@ -129,13 +136,17 @@ def mean_loss(outcome: Outcome) -> float:
     return float(sum(map(float, (s["loss"] for s in outcome.sums))) / sum(float(s["tokens"]) for s in outcome.sums))
 
 
-def held_out_loss(programs: Programs, params: Params, batches: Sequence[TrainBatch]) -> float:
-    """Cross-entropy per response token of packed rows [R, L], in nats; nothing is updated."""
+def held_out_loss(programs: Programs, params: Params, held_out: Minibatch) -> float:
+    """Cross-entropy per response token of packed rows [R, L], in nats; nothing is updated.
+
+    Of several processes all compute, and process 0, which has all rows, knows the loss; the others return NaN.
+    """
     total = 0.0
-    for batch in batches:
+    for batch in held_out.batches:
         logprobs_RL = programs.logprobs(params, programs.put(batch, CONTEXT), programs.scalars["temperature"])
-        total -= float(np.asarray(logprobs_RL)[batch.loss_mask > 0].sum(dtype=np.float64))
-    return total / loss_tokens(batches)
+        if jax.process_index() == 0:
+            total -= float(np.asarray(logprobs_RL)[batch.loss_mask > 0].sum(dtype=np.float64))
+    return total / held_out.loss_tokens if jax.process_index() == 0 else math.nan
 
 
 @dataclasses.dataclass(frozen=True)
@@ -180,17 +191,24 @@ def train(
     open_log: Callable[[int], Writer],
     record: Callable[[Line], None],
     stop: threading.Event,
+    processes: Processes,
 ) -> int:
     """Trains to the end of the course, from the newest checkpoint of the run if there is one; returns the version.
 
     `open_log` opens the files of a run that stands at a version; `record` takes a held-out loss, before the first
     update, every `eval.every` of them, and after the last. `stop` ends it earlier, with a checkpoint of where it is.
+    `processes` are the trainer's, each of which calls this; all but process 0 without examples, of which they get rows.
     """
-    course = make_course(config, len(examples))
+    said: dict[str, Any] = {
+        "course": dataclasses.asdict(make_course(config, len(examples))),
+        "facts": facts(config, model_config, examples),
+    }
+    said = json.loads(processes.of_first(json.dumps(said)))
+    course, of_run = Course(**said["course"]), said["facts"]
     programs, layout = build(
         model_config, config.trainer, config.model, updates=course.updates, max_length=config.sft.max_length
     )
-    of_run = facts(config, model_config, examples)
+    shared = shares(processes, programs)
     with contextlib.ExitStack() as stack:
         checkpoints = stack.enter_context(contextlib.closing(loop.open_checkpoints(config)))
         state, version = start(checkpoints, programs, of_run, read_params)
@@ -200,22 +218,28 @@ def train(
         work = work_of(programs, model_config, config.trainer.dtype)
         journal = stack.enter_context(contextlib.closing(open_journal(config, work, open_log(version))))
         profile = stack.enter_context(contextlib.closing(loop.open_profile(config)))
-        evaluate = functools.partial(_evaluate, programs, minibatch(held_out, layout).batches, record)
+        shared.next(held_out)
+        (held_out_rows,) = shared.take(functools.partial(_packed, held_out, range(len(held_out)), layout))
+        evaluate = functools.partial(_evaluate, programs, held_out_rows, record)
         if version == 0:
             evaluate(state.params, version, "before")
-        while version < course.updates and not stop.is_set():
+        while version < course.updates:
             profile.at(version + 1)
+            with journal.measure("idle_s"):
+                batch = shared.next(None if stop.is_set() else course.batch(version))
+            if batch is None:
+                break
             with journal.measure("pack_s"):
-                batch = minibatch([examples[i] for i in course.batch(version)], layout)
+                minibatches = shared.take(functools.partial(_packed, examples, batch, layout))
             with journal.measure("update_s"):
-                state, outcomes = loop.update_all(programs, state, [batch], meanwhile=journal.flush)
+                state, outcomes = loop.update_all(programs, state, minibatches, meanwhile=journal.flush)
             version += 1
             numbers = evaluate(state.params, version, phase) if (phase := _phase(config, course, version)) else {}
             due = config.trainer.checkpoint.every and version % config.trainer.checkpoint.every == 0
             if due:
                 with journal.measure("checkpoint_s"):
                     checkpoints.save(state, of_run | {"version": version}, {})
-            journal.add(version, (), [batch], outcomes, numbers)
+            journal.add(version, (), minibatches, outcomes, numbers)
             if due:
                 journal.flush()  # a run that goes on from here does not do this update again
         if checkpoints.newest != version:
@@ -249,15 +273,13 @@ def facts(config: Config, model_config: TransformerConfig, examples: Sequence[Ex
 
 
 def open_journal(config: Config, work: Work, writer: Writer) -> Journal:
-    saved = SkippedMinibatches(config.run_dir / "skipped")
-    figures = functools.partial(supervised_figures, work=work)
-    return Journal(writer, saved, figures, most_skipped=config.trainer.skipped_in_a_row)
+    return loop.make_journal(config, functools.partial(supervised_figures, work=work), writer)
 
 
-def supervised_figures(step: Step, outcomes: Sequence[Outcome], *, work: Work) -> Line:
+def supervised_figures(step: Step, *, work: Work) -> Line:
     """What the line of an update says, beside times and counts; means are over response tokens."""
-    (outcome,), batches = outcomes, step.minibatches[0].batches
-    trained = loss_tokens(batches)
+    (outcome,), (minibatch,) = jax.device_get(step.outcomes), step.minibatches
+    trained, batches = minibatch.loss_tokens, minibatch.batches
     return {
         "loss": mean_loss(outcome),
         "entropy": sum(float(sums["entropy"]) for sums in outcome.sums) / trained,
@@ -280,17 +302,17 @@ def _phase(config: Config, course: Course, version: int) -> str:
 
 def _evaluate(
     programs: Programs,
-    batches: Sequence[TrainBatch],
+    held_out: Minibatch,
     record: Callable[[Line], None],
     params: Params,
     version: int,
     phase: str,
 ) -> dict[str, Any]:
     """Measures and records the held-out loss; returns it under its name in metrics.jsonl. Nothing without examples."""
-    if not batches:
+    if not held_out.batches:
         return {}
     began = time.monotonic()
-    loss = held_out_loss(programs, params, batches)
+    loss = held_out_loss(programs, params, held_out)
     seconds = time.monotonic() - began
     record(
         {
@@ -299,7 +321,7 @@ def _evaluate(
             "time": time.time(),
             "seconds": seconds,
             "loss": loss,
-            "tokens": loss_tokens(batches),
+            "tokens": held_out.loss_tokens,
         }
     )
     return {"held_out/loss": loss}

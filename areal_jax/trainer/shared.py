@@ -1,67 +1,129 @@
-"""What the training loop works with where it runs in several processes: process 0 leads, the others follow.
+"""What the training loops work with where they run in several processes: process 0 leads, the others follow.
 
-All run the same loop on the same batches, each with the rows of its own devices. The queue, the publications and the
-files are those of process 0: it hands on every batch, or the end. Called by `launch.roles`; the followers wait for
-process 0.
+All run the same loop. Process 0 takes a batch, packs it, and gives every other process the rows of that one's own
+devices, with the few numbers that all need: how many rows there are in all, and how many tokens the loss is divided by.
+The queue, the publications and the files are those of process 0. Called by the loops and by `launch`; the followers
+wait for process 0.
 """
 
+import functools
+import pathlib
 import threading
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
 from areal_jax.distributed import Processes
+from areal_jax.metrics import JsonlWriter
 from areal_jax.trainer.checkpoint import from_npz, to_npz
-from areal_jax.trainer.loop import Queue
-from areal_jax.types import Arrays, Trajectory, trajectories_from_arrays, trajectories_to_arrays
+from areal_jax.trainer.journal import TIMES
+from areal_jax.trainer.step import Minibatch, Programs
+from areal_jax.types import ROW_ARRAYS, Arrays, TrainBatch, Trajectory
+
+T = TypeVar("T")
+Pack = Callable[[], list[Minibatch]]
 
 
-def leading_queue(queue: Queue, processes: Processes) -> Queue:
-    """The queue of process 0, for its own loop and all the others; a process alone keeps the queue as it is."""
-    return queue if processes.count == 1 else LeadingQueue(queue, processes)
+class Shares(Protocol):
+    """How a process comes to what it trains on: `next` and `take`, for each batch."""
+
+    def next(self, batch: T | None) -> T | None:
+        """The batch, or None at the end, which is where process 0 has None."""
+        ...
+
+    def take(self, pack: Pack) -> list[Minibatch]:
+        """What `pack` makes of the batch in process 0: whole there, in the others the rows of their own devices."""
+        ...
 
 
-class LeadingQueue:
-    """The trajectory queue of process 0, whose batches go to every process."""
-
-    def __init__(self, queue: Queue, processes: Processes):
-        self._queue, self._processes = queue, processes
-
-    def get(self, version: int, *, timeout_s: float, stop: threading.Event) -> list[Trajectory] | None:
-        batch = self._queue.get(version, timeout_s=timeout_s, stop=stop)
-        # As the others read it, rewards in float32: from another bit they could come to another number of microbatches.
-        return _decode(self._processes.from_first(_encode(batch)))
-
-    def announce(self, version: int, *, finished: bool = False) -> None:
-        self._queue.announce(version, finished=finished)
-
-    def snapshot(self, version: int) -> Mapping[str, np.ndarray]:
-        return self._queue.snapshot(version)
-
-    def restore(self, snapshot: Arrays) -> None:
-        self._queue.restore(snapshot)
-
-    @property
-    def waiting(self) -> int:
-        return self._queue.waiting
-
-    @property
-    def dropped(self) -> dict[str, int]:
-        return self._queue.dropped
+def shares(processes: Processes, programs: Programs) -> Shares:
+    if processes.count == 1:
+        return Alone()
+    return Following(processes) if processes.index else Leading(processes, programs)
 
 
-class FollowingQueue:
-    """In the other processes: the batches of process 0. Of a checkpoint's queue they keep nothing, and add nothing."""
+class Alone:
+    """A process alone keeps everything."""
+
+    def next(self, batch: T | None) -> T | None:
+        return batch
+
+    def take(self, pack: Pack) -> list[Minibatch]:
+        return pack()
+
+
+class Leading:
+    """Process 0, which packs for all and hands out."""
+
+    def __init__(self, processes: Processes, programs: Programs):
+        self._processes, self._programs = processes, programs
+
+    def next(self, batch: T | None) -> T | None:
+        if batch is None:
+            for other in range(1, self._processes.count):
+                self._processes.send(other, b"")
+        return batch
+
+    def take(self, pack: Pack) -> list[Minibatch]:
+        minibatches = pack()
+        for other in range(1, self._processes.count):
+            rows_of = functools.partial(self._programs.rows_of, other)
+            self._processes.send(other, encode(minibatches, rows_of))
+        return minibatches
+
+
+class Following:
+    """Any other process."""
 
     def __init__(self, processes: Processes):
         self._processes = processes
+        self._coming = 0
+
+    def next(self, batch: T | None) -> T | None:
+        self._coming = self._processes.coming()
+        return batch if self._coming else None
+
+    def take(self, pack: Pack) -> list[Minibatch]:
+        return decode(self._processes.receive(self._coming))
+
+
+def encode(minibatches: Sequence[Minibatch], rows_of: Callable[[int], np.ndarray]) -> bytes:
+    """Minibatches with those rows of each microbatch that `rows_of` names, given how many there are."""
+    columns: dict[str, np.ndarray] = {}
+    for i, minibatch in enumerate(minibatches):
+        columns[f"{i}/tokens of the loss"] = np.array([minibatch.loss_tokens, minibatch.gradless_tokens])
+        columns[f"{i}/rows"] = np.array([batch.rows for batch in minibatch.batches], np.int64)
+        for j, batch in enumerate(minibatch.batches):
+            mine = rows_of(batch.rows)
+            columns |= {f"{i}/{j}/{name}": getattr(batch, name)[mine] for name in ROW_ARRAYS}
+    return to_npz(columns).tobytes()
+
+
+def decode(data: bytes) -> list[Minibatch]:
+    """Inverse of `encode`."""
+    columns = from_npz(np.frombuffer(data, np.uint8))
+
+    def minibatch(i: int) -> Minibatch:
+        loss_tokens, gradless_tokens = map(int, columns[f"{i}/tokens of the loss"])
+        batches = [
+            TrainBatch(int(rows), **{name: columns[f"{i}/{j}/{name}"] for name in ROW_ARRAYS})
+            for j, rows in enumerate(columns[f"{i}/rows"])
+        ]
+        return Minibatch(batches, loss_tokens, gradless_tokens)
+
+    return [minibatch(i) for i in range(sum(name.endswith("/rows") for name in columns))]
+
+
+class NoQueue:
+    """The queue of a process that is not the first: batches of nothing. To a checkpoint it adds nothing, either."""
+
+    def __init__(self) -> None:
         self.waiting = 0
         self.dropped: dict[str, int] = {}
 
     def get(self, version: int, *, timeout_s: float, stop: threading.Event) -> list[Trajectory] | None:
-        """The same as in process 0, which decides about `stop` and about the time."""
-        return _decode(self._processes.from_first(b""))
+        return []
 
     def announce(self, version: int, *, finished: bool) -> None:
         pass
@@ -73,23 +135,26 @@ class FollowingQueue:
         pass
 
 
-class Silent:
-    """A publisher and a step log of which nothing comes."""
+class NoPublisher:
+    """The publisher of a process that is not the first."""
 
     def publish(self, params: Mapping[str, Any], version: int) -> None:
-        pass
-
-    def write(self, record: Mapping[str, Any]) -> None:
         pass
 
     def close(self) -> None:
         pass
 
 
-def _encode(batch: Sequence[Trajectory] | None) -> bytes:
-    """b"" for the end."""
-    return b"" if batch is None else to_npz(trajectories_to_arrays(batch)).tobytes()
+class OwnTimes:
+    """The step log of process `index` that is not the first, trainer-INDEX.jsonl: what its own clock says of a step."""
 
+    def __init__(self, run_dir: pathlib.Path, index: int, *, version: int):
+        """Opens the file of a run that stands at `version`; lines of later steps, which were lost, are dropped."""
+        self._lines = JsonlWriter(run_dir / f"trainer-{index}.jsonl")
+        self._lines.truncate_after(version)
 
-def _decode(data: bytes) -> list[Trajectory] | None:
-    return trajectories_from_arrays(from_npz(np.frombuffer(data, np.uint8))) if data else None
+    def write(self, record: Mapping[str, Any]) -> None:
+        self._lines.write({name: record[name] for name in ("version", "time", "step_s", *TIMES, "compilations")})
+
+    def close(self) -> None:
+        self._lines.close()

@@ -10,7 +10,6 @@ log-probabilities that the update computed of them ("0/logprobs") and, where the
 Shapes: R packed rows, L tokens of a row.
 """
 
-import dataclasses
 import os
 import pathlib
 
@@ -18,6 +17,7 @@ import jax
 import numpy as np
 
 from areal_jax.trainer.step import Minibatch, Outcome
+from areal_jax.types import ROW_ARRAYS
 
 KEEP = 3  # files; a minibatch can be large, and what is wrong with the first is mostly wrong with the next
 
@@ -52,7 +52,7 @@ def _columns(minibatch: Minibatch, outcome: Outcome) -> dict[str, np.ndarray]:
     """All arrays of a minibatch by microbatch and name."""
     columns: dict[str, np.ndarray] = {}
     for i, batch in enumerate(minibatch.batches):
-        columns |= {f"{i}/{field.name}": getattr(batch, field.name) for field in dataclasses.fields(batch)}
+        columns |= {f"{i}/{name}": getattr(batch, name) for name in ROW_ARRAYS}
         columns[f"{i}/logprobs"] = np.asarray(jax.device_get(outcome.logprobs[i]))
     for i, prox_RL in enumerate(minibatch.prox_logprobs):
         columns[f"{i}/prox_logprobs"] = np.asarray(jax.device_get(prox_RL))

@@ -167,14 +167,29 @@ class Programs:
 
     def put(self, batch: TrainBatch, names: Sequence[str]) -> Rows:
         """The named arrays of a microbatch on the mesh, its rows split over data and fsdp."""
-        return {name: self.put_rows(getattr(batch, name)) for name in names}
+        return {name: self.put_rows(getattr(batch, name), batch.rows) for name in names}
 
-    def put_rows(self, values_RL: np.ndarray | Array) -> Array:
-        """One array of a microbatch on the mesh; each process takes the rows of its own devices."""
+    def put_rows(self, values_RL: np.ndarray | Array, rows: int) -> Array:
+        """One array of a microbatch of `rows` rows on the mesh, given all of them or those of this process' devices."""
         if isinstance(values_RL, Array) and values_RL.is_fully_addressable:
             return jax.device_put(values_RL, self.rows_sharding)
         host_RL = np.asarray(values_RL)
-        return jax.make_array_from_callback(host_RL.shape, self.rows_sharding, lambda rows: host_RL[rows])
+        if len(host_RL) == rows:
+            return jax.make_array_from_callback(host_RL.shape, self.rows_sharding, host_RL.__getitem__)
+        mine = self.rows_of(jax.process_index(), rows)
+
+        def shard(index: Any) -> np.ndarray:
+            begin, end, _ = index[0].indices(rows)
+            place = int(np.searchsorted(mine, begin))
+            return host_RL[place : place + end - begin]
+
+        return jax.make_array_from_callback((rows, host_RL.shape[1]), self.rows_sharding, shard)
+
+    def rows_of(self, process: int, rows: int) -> np.ndarray:
+        """Which rows of a microbatch of `rows` rows the devices of a process have, rising."""
+        places: Mapping[Any, Any] = self.rows_sharding.devices_indices_map((rows, 1))
+        spans = [index[0].indices(rows) for device, index in places.items() if device.process_index == process]
+        return np.unique([range(*span) for span in spans])
 
     def with_own_prox(self, own_prox: bool) -> Scalars:
         """The scalars of one call of `accumulate`."""
@@ -291,12 +306,25 @@ def _make_apply(
 class Minibatch:
     """The microbatches of one optimizer update, with the proximal log-probabilities of each (empty: its own).
 
-    `gradless_tokens` count in the mean that the loss is, though no microbatch holds them: their advantage is 0.
+    The mean that the loss is counts the `loss_tokens` of the whole microbatches, of whatever rows this process has, and
+    `gradless_tokens`, which no microbatch holds: their advantage is 0.
     """
 
     batches: Sequence[TrainBatch]
-    prox_logprobs: Sequence[Array | np.ndarray] = ()
+    loss_tokens: int
     gradless_tokens: int = 0
+    prox_logprobs: Sequence[Array | np.ndarray] = ()
+
+    @classmethod
+    def of(
+        cls,
+        batches: Sequence[TrainBatch],
+        *,
+        gradless_tokens: int = 0,
+        prox_logprobs: Sequence[Array | np.ndarray] = (),
+    ) -> "Minibatch":
+        """Of whole microbatches."""
+        return cls(batches, loss_tokens(batches), gradless_tokens, prox_logprobs)
 
 
 class Outcome(NamedTuple):
@@ -336,7 +364,8 @@ def published(programs: Programs, params: Params) -> Mapping[str, Array | np.nda
 def with_prox_logprobs(programs: Programs, params: Params, minibatches: Sequence[Minibatch]) -> list[Minibatch]:
     """Adds the log-probabilities under the weights before the step's first update (AReaL, section 4.2).
 
-    The first minibatch needs no pass: its update starts from those very weights, so its own are the same numbers.
+    The first minibatch needs no pass: its update starts from those very weights, so its own are the same numbers. They
+    come out of another program, whose rounding may differ in the last bit where rows are long.
     """
     temperature = programs.scalars["temperature"]
 
@@ -354,13 +383,14 @@ def with_behav_as_prox(minibatches: Sequence[Minibatch]) -> list[Minibatch]:
 
 def update(programs: Programs, state: TrainState, minibatch: Minibatch) -> tuple[TrainState, Outcome]:
     """One optimizer update; `state` is donated. Gradients are summed over microbatches and divided once, exactly."""
-    inverse_tokens = np.float32(1.0 / max(1, loss_tokens(minibatch.batches) + minibatch.gradless_tokens))
+    inverse_tokens = np.float32(1.0 / max(1, minibatch.loss_tokens + minibatch.gradless_tokens))
     own_prox = not minibatch.prox_logprobs
     scalars = programs.with_own_prox(own_prox)
     grads, sums, logprobs_RL = programs.zeros(), [], []
     for i, batch in enumerate(minibatch.batches):
         rows = programs.put(batch, TRAINED)
-        rows["prox_logprobs"] = rows["behav_logprobs"] if own_prox else programs.put_rows(minibatch.prox_logprobs[i])
+        prox_RL = rows["behav_logprobs"] if own_prox else programs.put_rows(minibatch.prox_logprobs[i], batch.rows)
+        rows["prox_logprobs"] = prox_RL
         grads, *results = programs.accumulate(state.params, grads, rows, inverse_tokens, scalars)
         sums.append(results[0])
         logprobs_RL.append(results[1])

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from areal_jax.algorithms import packing
-from areal_jax.types import Trajectory
+from areal_jax.types import ROW_ARRAYS, Trajectory
 
 
 def trajectory(prompt, completion, *, uid=0, versions=None, logprobs=None):
@@ -109,7 +109,7 @@ def test_every_token_is_packed_once_with_its_own_values(seed):
             for segment in range(1, batch.segment_ids[r].max() + 1):
                 at = np.flatnonzero(batch.segment_ids[r] == segment)
                 assert (np.diff(at) == 1).all() and batch.positions[r, at].tolist() == list(range(len(at)))
-                found.append({name: getattr(batch, name)[r, at] for name in batch.__slots__})
+                found.append({name: getattr(batch, name)[r, at] for name in ROW_ARRAYS})
     assert len(found) == 25
     by_advantage = {float(f["advantages"][-1]): f for f in found}
     for t, advantage in zip(trajectories, advantages, strict=True):

@@ -3,6 +3,7 @@
 import json
 import random
 
+import numpy as np
 import pytest
 
 from areal_jax import config as config_lib
@@ -11,6 +12,7 @@ from areal_jax.launch import plan, supervised, supervised_page
 from areal_jax.launch.run_files import Run
 from areal_jax.models.safetensors_files import load_model
 from areal_jax.rollout import arithmetic
+from areal_jax.trainer.checkpoint import SavedParams
 from configs import sft
 from tests.end_to_end import job
 
@@ -116,7 +118,42 @@ def test_a_dry_run_shows_an_example_and_no_generation(config):
     assert "    | start " in text and "    > a: " in text and "9 updates of 10 examples: 3.00 epochs" in text
 
 
-def test_a_role_is_refused():
-    words = ["--config=configs/sft.py", "--role=trainer"]
-    status, _, err = job.end(job.start_command(words))
-    assert status == 2 and err.startswith("error: --role=trainer is a part of reinforcement learning, and supervised")
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--role=trainer"], "--role=trainer is a part of reinforcement learning, and supervised"),
+        (
+            ["--config.trainer.distributed.processes=2", "--config.trainer.distributed.coordinator=127.0.0.1:0"],
+            "config.trainer.distributed.processes=2: each process of supervised fine-tuning is started by itself",
+        ),
+    ],
+)
+def test_a_role_that_does_not_fit_is_refused(words, told):
+    status, _, err = job.end(job.start_command(["--config=configs/sft.py", *words]))
+    assert status == 2 and err.startswith(f"error: {told}")
+
+
+def test_two_processes_imitate_as_one_does(finished, tmp_path):
+    """They read the same examples, and end with the same loss, held-out loss and parameters."""
+    several = {
+        **settings(finished[0].parent),
+        "run.dir": str(tmp_path / "run"),
+        "trainer.distributed.processes": 2,
+        "trainer.distributed.coordinator": f"127.0.0.1:{job.free_ports(1)[0]}",
+    }
+    words = ["--config=configs/sft.py:own", "--role=trainer", *(f"--config.{k}={v}" for k, v in several.items())]
+    both = [job.start_command([*words, f"--process={i}"]) for i in (0, 1)]
+    ends = [job.end(process) for process in both]
+    assert [status for status, _, _ in ends] == [0, 0], ends
+    assert "held-out after" in ends[0][1] and "held-out" not in ends[1][1]
+    for file, names in (("metrics", ("loss", "grad_norm", "tokens/trained")), ("evaluations", ("loss", "tokens"))):
+        lines, expected = job.lines(tmp_path / "run", file), job.lines(finished[0], file)
+        assert [line["version"] for line in lines] == [line["version"] for line in expected]
+        for line, other in zip(lines, expected, strict=True):
+            rel = 1e-6 if line["version"] <= 1 else 1e-4
+            assert [line[name] for name in names] == pytest.approx([other[name] for name in names], rel=rel, abs=1e-6)
+    assert [line["version"] for line in job.lines(tmp_path / "run", "trainer-1")] == list(range(1, 10))
+    ours, theirs = (SavedParams(run_dir / "checkpoints" / "9") for run_dir in (tmp_path / "run", finished[0]))
+    for name in theirs:
+        np.testing.assert_allclose(ours[name], theirs[name], atol=1e-5, err_msg=name)
+    assert job.read_summary(tmp_path / "run")["finished"]

@@ -78,6 +78,7 @@ def test_the_timeline_shows_every_part_of_the_run_on_one_clock(whole):
     names = {event["args"]["name"] for event in events if event["name"] in ("process_name", "thread_name")}
     assert {"trainer", "rollout controller"} <= names and any(name.startswith("generation server") for name in names)
     spans = [event for event in events if event["ph"] == "X"]
+    assert {"update", "gate closed", "judge", "generate"} <= {event["name"] for event in spans}
     begun, ended = min(e["ts"] for e in spans), max(e["ts"] + e["dur"] for e in spans)
     assert {event["pid"] for event in spans} >= {e["pid"] for e in events if e["name"] == "process_name"}
     assert 0 < (ended - begun) / 1e6 < 120, "seconds; all of it lies in the time of the run"

@@ -48,18 +48,32 @@ def test_every_request_ends_at_its_length_and_nowhere_before():
     assert {uid: len(tokens) for uid, tokens in answers.items()} == dict(enumerate(bench.lengths))
 
 
-def test_memory_agrees_with_arithmetic():
-    found = bench_bound.check_memory(make_bench("default", "float32"))
-    assert found["cache_bytes_per_token"] == 2 * 2 * 2 * 32 * 4  # keys and values, layers, heads, head size, bytes
+def test_memory_agrees_with_arithmetic(monkeypatch):
+    bench = make_bench("default", "float32")
+    found = bench_bound.check_memory(bench)
+    per_token = 2 * 2 * 2 * 32 * 4  # keys and values, layers, heads, head size, bytes
+    assert found["cache_bytes_per_token"] == found["cache_bytes_per_token_expected"] == per_token
+    assert found["cache_bytes_per_slot"] == found["cache_bytes_per_slot_expected"] == 128 * per_token
+    monkeypatch.setattr(bench_bound, "cache_bytes", lambda config, dtype: per_token - 1)
+    with pytest.raises(AssertionError, match="cache_bytes_per_token_expected': 1023"):
+        bench_bound.check_memory(bench)
 
 
 def test_a_table_shows_what_was_measured_and_nothing_else():
     static = {"vs_static": 2.5, "vs_static_narrow": 2.0, "static": {"slots": 4}}
-    measured = {"memory": {"cache_bytes_per_token": 1024}, **static}
+    cache = {"cache_bytes_per_token": 1024.0, "cache_bytes_per_slot": 131072.0}
+    memory = {
+        "cache_dtype": "float32",
+        "slot_tokens": 128,
+        **cache,
+        **{f"{k}_expected": int(v) for k, v in cache.items()},
+    }
+    measured = {"memory": memory, **static}
     results = {"default": {"dtype": "float32", "vs_static": 2.5, "float32": measured}}
     assert bench_generation.table(results).splitlines()[1:] == [
         "default, float32",
-        "  cache: 1,024 bytes per slot and token, as computed",
+        "  cache, float32: 1,024 bytes per token, computed 1,024",
+        "  cache, float32: 131,072 bytes per slot of 128 tokens, computed 131,072",
         "  over static batching 2.50 (4 slots; 2.00 over waves that end in the narrow step)",
     ]
 

@@ -7,15 +7,25 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from areal_jax.models.huggingface import load_config
 from areal_jax.models.transformer import TransformerConfig, param_shapes
-from experiments import bench_step_parts, bench_steps, bench_trainer
+from areal_jax.trainer import utilisation
+from experiments import (
+    bench_bound,
+    bench_memory,
+    bench_packing,
+    bench_prox,
+    bench_step_parts,
+    bench_steps,
+    bench_trainer,
+)
 from experiments.bench_trainer import Bench
 from tests.experiments.tiny import ROW, TINY
 
 
 @pytest.fixture(scope="module")
 def bench():
-    return Bench("tiny", TINY, row=ROW, curve=(64, 96, 128))
+    return Bench(TINY, {ROW: "none"})
 
 
 def test_flops_of_a_step_by_hand():
@@ -41,8 +51,9 @@ def test_rows_are_as_full_as_in_a_large_batch():
 def test_the_flops_of_the_parts_are_those_of_the_step(bench):
     model = dataclasses.replace(TINY, layers=3)
     params = {name: np.zeros(leaf.shape, leaf.dtype) for name, leaf in param_shapes(model).items()}
-    put = SimpleNamespace(put=lambda batch, names: {name: getattr(batch, name) for name in names})
-    training = SimpleNamespace(model=model, programs=put, state=SimpleNamespace(params=params))
+    programs = bench_steps.make_programs(TINY, bench.trainer)
+    state = SimpleNamespace(params=params)
+    training = SimpleNamespace(model=model, config=bench.trainer, programs=programs, state=state)
     parts = bench_step_parts.make_parts(training, bench.work.batches[0])
     assert sum(part.times * part.flops for part in parts.values()) == pytest.approx(bench.work.flops(model))
     assert parts["head"].flops == 6 * 32 * 16 * bench.work.tokens
@@ -59,21 +70,58 @@ def test_what_no_part_takes_is_the_rest_and_what_no_flop_takes_is_lost():
     assert found["rest"]["seconds"] == found["rest"]["lost"] == 1.0
 
 
+def test_the_proximal_pass_computes_what_it_must_and_no_other_number(bench):
+    work = bench_steps.rows_of_work(4, ROW, TINY.vocab_size)
+    before = np.asarray(bench.training(ROW).state.params["embedding"])
+    found = bench_prox.proximal_pass(bench.training(ROW), work.batches, 0)
+    assert {n: of["calls"] for n, of in found.items()} == {"1": 0, "2": 2, "4": 3}  # of 4 microbatches
+    assert all(of["own_difference"] < 1e-6 and of["pass_difference"] == 0 for of in found.values())
+    assert np.any(np.asarray(bench.training(ROW).state.params["embedding"]) != before)  # the steps are real
+    assert all(len(of["seconds"]["updates"]) == 2 for of in found.values())
+
+
+def test_medians_of_steps_are_compared():
+    steps = [bench_prox.Step(4.0, 2.0, 10.0, 2, 0.0, 0.0), bench_prox.Step(8.0, 2.0, 10.0, 2, 1e-7, 0.0)]
+    found = bench_prox.described(steps, 4)
+    assert found["over_whole_pass"] == 2 / 6 and found["over_updates"] == 2 / 10
+    assert bench_prox.compared(found) == "first within 1.0e-07 nats, others bit-equal"
+
+
+def test_rows_of_a_gpu_fit_by_the_plan():
+    """Qwen2.5-1.5B in bfloat16, by hand of 16,384 tokens: W weights, 57,088 numbers of activations per token and layer.
+
+    4 W + 4 W (gradients) + 8 W (moments) + 4 W (of a microbatch) + 2 W (cast), W = 1,543,714,304: 34.0 GB; activations
+    without remat 16,384 * 28 * 57,088 * 2 bytes: 52.4 GB; logits 2 * 4 * 16,384 * 8,192 bytes: 1.1 GB.
+    """
+    model, config = load_config(bench_packing.QWEN2P5_1P5B), dataclasses.replace(bench_steps.TRAINER, dtype="bfloat16")
+    config = dataclasses.replace(config, vocab_block=8192)
+    planned = bench_memory.planned(model, config, 16_384)
+    by_hand = 22 * 1_543_714_304 + 16_384 * (28 * 57_088 * 2 + 2 * 4 * 8192)
+    assert sum(planned.values()) == pytest.approx(by_hand, rel=1e-6)
+    allowed = bench_memory.LEAST_FIRST
+    of_80_gb, of_141_gb = (bench_memory.SHARE * 0.92 * size for size in (80e9, 141e9))
+    remats = [bench_memory.choose_remat(model, config, row, allowed, of_80_gb) for row in (4096, 8192, 16_384)]
+    assert remats == ["none", "none", "dots"]
+    assert bench_memory.choose_remat(model, config, 16_384, allowed, of_141_gb) == "none"
+    with pytest.raises(ValueError, match=r"--rows has 16384, .* takes 41.0 GB with --remat=layers; .* 30.0 GB"):
+        bench_memory.choose_remat(model, config, 16_384, allowed, 30e9)
+
+
 def test_the_benchmark_runs(bench, tmp_path, monkeypatch):
-    monkeypatch.setattr(bench_trainer, "matmul_rate", lambda: 1e9)
-    results = {"default": {"parameters": 1, **bench_trainer.measure_utilisation(bench, 0)}}
-    results["sizes"] = bench_trainer.measure_sizes({"tiny": TINY}, ROW, 0)
-    monkeypatch.setattr(bench_trainer, "speed", lambda training, row, seconds: results["sizes"]["tiny"])
-    results["default"] |= bench_trainer.measure_lengths(bench, 0)
-    found = results["default"]["utilisation"]
-    assert results["default"]["matmul_utilisation"] == pytest.approx(
-        bench.work.flops(TINY) / found["step_seconds"] / 1e9
-    )
+    monkeypatch.setattr(bench_bound, "matmul_rate", lambda dtype: 1e9)
+    monkeypatch.setitem(utilisation.PEAK_TFLOPS, "cpu", (0.004, 0.002))
+    tiny = {"parameters": 1, "dtype": "float32"}
+    tiny |= bench_trainer.measure_utilisation(bench, 0) | bench_trainer.measure_lengths(bench, 0)
+    results = {"tiny": tiny, "sizes": bench_trainer.measure_sizes({"tiny": TINY}, ROW, 0)}
+    found = tiny["utilisation"]
+    assert tiny["matmul_utilisation"] == pytest.approx(bench.work.flops(TINY) / found["step_seconds"] / 1e9)
+    assert tiny["mfu"] == pytest.approx(tiny["matmul_utilisation"] / 2)
     assert sum(part["seconds"] for part in found["parts"].values()) == pytest.approx(found["step_seconds"])
-    assert list(results["default"]["lengths"]) == ["64", "96"]  # no time was left for the third
+    assert list(tiny["lengths"]) == [str(ROW)] and tiny["lengths"][str(ROW)]["peak_bytes"] > 1e8
+    assert list(results["sizes"]) == ["tiny"]
     json.dumps(results)
     bench_trainer.plot(tmp_path / "trainer.png", results)
-    assert "utilisation" in bench_trainer.table(results)
+    assert "MFU" in bench_trainer.table(results)
 
 
 @pytest.mark.slow

@@ -1,10 +1,14 @@
+import dataclasses
 import random
 
+import numpy as np
 import pytest
 
+from areal_jax.config import MeshConfig
 from areal_jax.rewards.math_answer import stated_answer_matches
 from areal_jax.rollout.arithmetic import Problem
 from experiments import warm_start
+from tests.experiments.tiny import TINY
 
 PROBLEM = Problem(9, ("+4", "-6", "double"))
 
@@ -39,3 +43,17 @@ def test_a_batch_fits_one_microbatch():
     tokenizer = warm_start.make_tokenizer()
     for batch in list(warm_start.example_batches(random.Random(0), tokenizer, 40)):
         assert sum(len(prompt) + len(response) for prompt, response in batch) <= warm_start.BATCH_TOKENS
+
+
+@pytest.mark.usefixtures("quickly_compiled")
+def test_a_tiny_model_learns_from_the_examples(monkeypatch):
+    mesh = MeshConfig(data=-1)  # of the fake devices of the tests
+    monkeypatch.setattr(warm_start, "TRAINER", dataclasses.replace(warm_start.TRAINER, mesh=mesh))
+    tokenizer = warm_start.make_tokenizer()
+    words = tokenizer.get_vocab_size()
+    params, results = warm_start.train(dataclasses.replace(TINY, vocab_size=words), tokenizer, updates=25, seed=1)
+    losses = results["loss"]
+    assert len(losses) == 25 and losses[0] > np.log(words)  # no better than a guess among all
+    assert losses[-1] < losses[0] - 0.3
+    assert results["parameters"] == sum(array.size for array in params.values())
+    assert results["response_tokens"] > 25 * warm_start.BATCH_TOKENS / 4

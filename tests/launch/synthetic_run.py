@@ -172,6 +172,7 @@ def rollout(rng: np.random.Generator, begin: float, end: float) -> list[dict]:
                 "time": float(time), "started": finished + 128, "finished": finished, "failed": {"timeout": 1},
                 "right": int(0.7 * finished), "in_flight": 128, "gate_closed_s": gate,
                 "gate_closed": [[float(time) - closed, float(time)]],
+                "judging": [[float(time) - 0.5, float(time) - 0.4], [float(time) - 0.2, float(time)]],
             }
         )  # fmt: skip
     return lines

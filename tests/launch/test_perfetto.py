@@ -1,5 +1,6 @@
 """timeline.json, from the files of a run alone."""
 
+import asyncio
 import collections
 import json
 import time
@@ -74,6 +75,25 @@ def test_steps_cover_what_the_log_says_and_their_parts_are_inside_in_order(run, 
         assert sum(e["dur"] for e in inside[:4]) == pytest.approx((line["idle_s"] + 0.95 * busy(line)) * 1e6, abs=9)
 
 
+def test_each_further_process_of_the_trainer_has_a_track_of_its_own_times(tmp_path):
+    write_lines(tmp_path / "metrics.jsonl", [step(1, BEGIN + 10), step(2, BEGIN + 12)])
+    for number in (1, 2):
+        late = [step(version, BEGIN + 10 * version + number, pack_s=0.1, idle_s=0.5) for version in (1, 2)]
+        write_lines(tmp_path / f"trainer-{number}.jsonl", late)
+    found = perfetto.events(Run(tmp_path).update())
+    assert_nested(found)
+    names = {(e["pid"], e["tid"]): e["args"]["name"] for e in found if e["name"] == "thread_name"}
+    seen = collections.defaultdict(list)
+    for event in slices(found):
+        seen[names[event["pid"], event["tid"]]].append((event["name"], event["ts"], event["dur"]))
+    for number in (1, 2):
+        steps = [each for each in seen[f"training steps, trainer-{number}"] if each[0].startswith("step")]
+        begin = number * 1_000_000  # the run begins a second before the first line, which ends at 10 s
+        assert steps == [("step 1", begin, 1_000_000), ("step 2", 10_000_000 + begin, 1_000_000)]
+        assert ("wait for a batch", begin, 500_000) in seen[f"training steps, trainer-{number}"]
+    assert [name for name, _, _ in seen["training steps"] if name.startswith("step")] == ["step 1", "step 2"]
+
+
 def busy(line):
     return line["step_s"] - line["idle_s"]
 
@@ -110,6 +130,7 @@ def test_counters_show_what_is_in_flight_and_evaluations_are_slices(run, events)
     assert set(groups) == {128 // 8}
     assert len(slices(events, "evaluation of version")) == len(run.evaluations) == 3
     assert len(slices(events, "gate closed")) == len(run.rollout)
+    assert {round(event["dur"] / 1e5) for event in slices(events, "judge")} == {1, 2}
 
 
 def test_what_overlaps_by_rounding_or_a_clock_set_back_is_cut(tmp_path):
@@ -160,6 +181,34 @@ def test_a_servers_waits_and_swaps_are_written_with_the_time_of_day():
     ((begin, end),) = line["waits"]
     assert now - 5 < begin <= end - 0.02 < end <= line["swapped"][0]["time"] + 1e-3 <= now + 2e-3
     assert line["swapped"][0]["version"] == 4 and line["swapped"][0]["recomputed_tokens"] == 9
+
+
+def test_judging_is_told_from_the_first_group_to_the_last_and_cut_where_it_is_taken():
+    class Slow:
+        async def score(self, completions, *, answer, prompt):
+            await asyncio.sleep(float(prompt))
+            return [1.0] * len(completions)
+
+    scorer = roles.TimedScorer(Slow())
+
+    async def ask(*seconds):
+        asked = [scorer.score(["a", "b"], answer="", prompt=str(each)) for each in seconds]
+        assert await asyncio.gather(*asked) == [[1.0, 1.0]] * len(seconds)
+
+    async def ask_all():
+        began = time.time()
+        await ask(0.05, 0.15)
+        await ask(0.05)  # at once
+        await asyncio.sleep(0.1)
+        going_on = asyncio.ensure_future(ask(0.1))
+        await asyncio.sleep(0.05)
+        first = scorer.take()
+        await going_on
+        return began, first, scorer.take(), scorer.take()
+
+    began, first, second, nothing = asyncio.run(ask_all())
+    assert began <= first[0][0] and first[0][0] + 0.2 <= first[0][1] and first[0][1] + 0.09 < first[1][0]
+    assert [begin for begin, _ in second] == [first[1][1]] and nothing == []
 
 
 def test_the_readme_of_a_run_says_how_to_open_it():

@@ -55,7 +55,7 @@ def make_minibatch():
     def make(trajectories, length, token_budget, *, shards=1):
         advantages = np.array([np.sin(3 * t.uid + 1) for t in trajectories], np.float32)
         layout = packing.Layout((length,), token_budget, shards)
-        return step.Minibatch(packing.pack(trajectories, advantages, layout, version=1, max_staleness=9))
+        return step.Minibatch.of(packing.pack(trajectories, advantages, layout, version=1, max_staleness=9))
 
     return make
 

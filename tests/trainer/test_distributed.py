@@ -12,16 +12,20 @@ import time
 from typing import NamedTuple
 
 import numpy as np
+import optax
 import pytest
 from jax._src.distributed import global_state
 
 from areal_jax.distributed import Processes, joined
 from areal_jax.metrics import METRICS
 from areal_jax.trainer import shared
-from areal_jax.types import TRAJECTORY_FIELDS
+from areal_jax.trainer.journal import TIMES
+from areal_jax.trainer.step import Minibatch
+from areal_jax.types import ROW_ARRAYS
 
 ROOT = pathlib.Path(__file__).parents[2]
 DEVICES = 4
+LONGEST = 16  # of trainer_process.py
 MACHINE = {"time", "step_s", "compilations"}  # what a line says of the machine and not of the training
 
 
@@ -72,8 +76,8 @@ def run(directory, count, event="none"):
     return [End(process.returncode, *errors[process.pid]) for process in running]
 
 
-def lines(directory):
-    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+def lines(directory, name="metrics"):
+    return [json.loads(line) for line in (directory / f"{name}.jsonl").read_text().splitlines()]
 
 
 def saved(directory):
@@ -81,7 +85,15 @@ def saved(directory):
 
 
 def check_same_training(directory, expected, versions):
-    """Every number of every line, to 1e-5 of it and in the first step 1e-6, and every parameter in the end."""
+    """Every number of every line, to 1e-5 of it and in the first step 1e-6, and every parameter in the end.
+
+    The gradient of the first update to 1e-6, as a whole, and none of a parameter far from it.
+    """
+    with np.load(directory / "gradient.npz") as gradient, np.load(expected / "gradient.npz") as others:
+        assert set(gradient) == set(others)
+        off = {name: gradient[name] - value for name, value in others.items()}
+        assert optax.tree.norm(off) < 1e-6 * optax.tree.norm(dict(others))
+        assert all(np.abs(off[name]).max() <= 5e-6 * np.abs(value).max() for name, value in others.items())
     assert [line["version"] for line in lines(directory)] == versions
     for line, other in zip(lines(directory), lines(expected), strict=False):
         compared = {name for name in METRICS if name in other and name not in MACHINE and not name.endswith("_s")}
@@ -125,8 +137,33 @@ def test_two_processes_train_as_one_does(alone, struck):
 
 def test_nothing_compiles_after_the_first_step_has_begun(alone, struck):
     of_the_second_start = lines(struck[0])[1:]
-    for steps in (lines(alone), of_the_second_start):
+    follower = lines(struck[0], "trainer-1")[1:]
+    for steps in (lines(alone), of_the_second_start, follower):
         assert len({line["compilations"] for line in steps}) == 1
+
+
+def check_own_rows(directory, count, share):
+    """Each process but the first had of each microbatch `share` of the rows, and so much of the bytes, too."""
+    for index in range(1, count):
+        batches = lines(directory, f"received-{index}")
+        assert batches
+        for batch in batches:
+            assert batch["came"] == [[rows * share] * len(ROW_ARRAYS) for rows in batch["rows"]]
+            whole = 4 * LONGEST * len(ROW_ARRAYS) * sum(batch["rows"])  # bytes, if all rows were as long as can be
+            assert batch["bytes"] < share * whole + 300 * (4 + len(ROW_ARRAYS) * len(batch["rows"]))  # names, shapes
+
+
+def test_a_process_gets_the_rows_of_its_own_devices_and_no_others(struck):
+    check_own_rows(struck[0], 2, 1 / 2)
+
+
+def test_each_process_leaves_a_line_of_its_own_times_for_each_step(struck):
+    steps, own = lines(struck[0]), lines(struck[0], "trainer-1")
+    assert [line["version"] for line in own] == [line["version"] for line in steps] == [1, 2, 3, 4]
+    for line, first in zip(own, steps, strict=True):
+        assert set(line) == {"version", "time", "step_s", *TIMES, "compilations"}
+        assert 0 < line["idle_s"] and 0 < line["update_s"] and sum(line[name] for name in TIMES) <= line["step_s"]
+        assert abs(line["time"] - first["time"]) < 5.0
 
 
 def test_a_process_that_is_killed_takes_the_others_with_it(struck):
@@ -168,6 +205,9 @@ def test_four_processes_train_as_one_does(tmp_path, alone):
     ends = run(tmp_path, 4)
     assert [end.status for end in ends] == [0, 0, 0, 0], [end.error for end in ends]
     check_same_training(tmp_path, alone, [1, 2, 3, 4, 5])
+    check_own_rows(tmp_path, 4, 1 / 2)  # two processes split the heads and have the same rows
+    for index in (1, 2, 3):
+        assert len({line["compilations"] for line in lines(tmp_path, f"trainer-{index}")}) == 1
 
 
 @pytest.mark.slow
@@ -183,51 +223,49 @@ def test_two_processes_train_adapters_as_one_does_and_publish_them_merged(tmp_pa
     assert moved == {name for name in base if name.startswith("layers.") and "kernel" in name}
 
 
-def test_a_process_alone_joins_nobody_and_hands_everything_through():
-    queue = object()
+def test_the_times_of_steps_that_were_lost_are_dropped(tmp_path):
+    record = {"time": 5.0, "step_s": 1.0, **dict.fromkeys(TIMES, 0.1), "compilations": 3, "loss": 2.0, "dropped": {}}
+    for versions, at in (((1, 2, 3), 0), ((2,), 1)):
+        log = shared.OwnTimes(tmp_path, 7, version=at)
+        for version in versions:
+            log.write({"version": version, **record})
+        log.close()
+    assert [line["version"] for line in lines(tmp_path, "trainer-7")] == [1, 2]
+    assert not {"loss", "dropped"} & set(lines(tmp_path, "trainer-7")[0])
+
+
+def test_a_process_alone_joins_nobody_and_keeps_what_it_has():
+    minibatches, programs = [Minibatch.of([])], None
     with joined("", index=0, count=1, timeout_s=1.0, stop=threading.Event()) as processes:
         processes.barrier("nobody else comes here")
         processes.agree("the config", "steps: 3")
-        assert processes.from_first(b"batch") == b"batch"
-        assert shared.leading_queue(queue, processes) is queue
+        mine = shared.shares(processes, programs)
+        assert mine.next(minibatches) is minibatches and mine.next(None) is None
+        assert mine.take(lambda: minibatches) is minibatches
     assert global_state.client is None
 
 
-class Wire(Processes):
-    """Two processes of which either is this one: what process 0 sends, the other one gets."""
-
-    def __init__(self):
-        super().__init__(0, 2)
-        self.data = b""
-
-    def from_first(self, data):
-        self.data = data or self.data
-        return self.data
-
-
-@pytest.mark.parametrize("batches", [1, 0])
-def test_a_follower_gets_the_batch_that_process_0_trains_on_bit_by_bit(batches, make_trajectories):
-    class Queue:
-        def get(self, version, *, timeout_s, stop):
-            return [dataclasses.replace(t, reward=0.1) for t in make_trajectories(3)] if batches else None
-
-    wire, options = Wire(), {"timeout_s": 1.0, "stop": threading.Event()}
-    leading = shared.leading_queue(Queue(), wire).get(0, **options)
-    following = shared.FollowingQueue(wire).get(0, **options)
-    if not batches:
-        assert leading is following is None and wire.data == b""
-        return
-    assert [t.reward for t in leading] == [t.reward for t in following] == [float(np.float32(0.1))] * 3
-    for ours, theirs in zip(leading, following, strict=True):
-        assert (ours.uid, ours.sample, ours.truncated) == (theirs.uid, theirs.sample, theirs.truncated)
-        for name in TRAJECTORY_FIELDS:
-            np.testing.assert_array_equal(getattr(ours, name), getattr(theirs, name))
+def test_rows_are_handed_on_bit_by_bit_with_the_numbers_of_the_whole(make_trajectories, make_minibatch):
+    whole = make_minibatch(make_trajectories(18), 32, 4 * 32)
+    assert len(whole.batches) == 2 and whole.batches[0].rows == 4
+    other = dataclasses.replace(whole, batches=whole.batches[:1], gradless_tokens=7)
+    nothing = Minibatch.of([], gradless_tokens=3)
+    mine = np.array([0, 3])
+    got = shared.decode(shared.encode([whole, nothing, other], lambda rows: mine))
+    for part, sent in zip(got, [whole, nothing, other], strict=True):
+        assert (part.loss_tokens, part.gradless_tokens) == (sent.loss_tokens, sent.gradless_tokens)
+        for batch, given in zip(part.batches, sent.batches, strict=True):
+            assert batch.rows == 4
+            for name in ROW_ARRAYS:
+                np.testing.assert_array_equal(getattr(batch, name), getattr(given, name)[mine])
+                assert getattr(batch, name).dtype == getattr(given, name).dtype
 
 
 def test_processes_with_different_configs_are_told_the_lines_that_differ(monkeypatch):
     processes = Processes()
     processes.index = 1
-    monkeypatch.setattr(processes, "from_first", lambda data: b'{\n  "lr": 0.1,\n  "steps": 3\n}')
+    monkeypatch.setattr(processes, "coming", lambda: 1)
+    monkeypatch.setattr(processes, "receive", lambda size: b'{\n  "lr": 0.1,\n  "steps": 3\n}')
     with pytest.raises(ValueError, match=r'the config of trainer process 1 is not .*: "steps": 3 there and "steps": 4'):
         processes.agree("the config", '{\n  "lr": 0.1,\n  "steps": 4\n}')
 

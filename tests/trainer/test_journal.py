@@ -92,7 +92,7 @@ def test_figures_of_a_batch_worked_by_hand():
 
 def test_tokens_are_trained_or_masked():
     # Ten completion tokens, of which one is three versions old; 4 prompts of 3: 22 real tokens in 2 rows of 16.
-    got = journal.packing_figures(BATCH, [Minibatch(packed(BATCH))])
+    got = journal.packing_figures(BATCH, [Minibatch.of(packed(BATCH))])
     assert (got["tokens/trained"], got["tokens/masked"]) == (9, 1)
     assert got["packing/padding"] == pytest.approx(1 - 22 / 32)
 
@@ -100,7 +100,7 @@ def test_tokens_are_trained_or_masked():
 def test_means_are_over_tokens_and_not_over_microbatches():
     # 1 token with loss 1, 3 tokens with loss 0: 1 / 4, where a mean of means says 1 / 2.
     got = journal.update_figures(
-        [Minibatch([]), Minibatch([])],
+        [Minibatch.of([]), Minibatch.of([])],
         [outcome(sums(1, loss=1.0, behav_weight_max=1.5)), outcome(sums(3, behav_weight_max=4.0, clipped=1))],
     )
     assert got["loss"] == 0.25 and got["ratio/clipped"] == 0.25 and got["behav_weight/max"] == 4.0
@@ -108,9 +108,9 @@ def test_means_are_over_tokens_and_not_over_microbatches():
 
 def test_tokens_without_gradient_share_the_loss_and_are_in_no_other_mean():
     # 2 computed tokens with loss 1 and entropy 3 each, beside 6 that were only counted: 2 / 8, and 6 / 2.
-    got = journal.update_figures([Minibatch([], gradless_tokens=6)], [outcome(sums(2, loss=2.0, entropy=6.0))])
+    got = journal.update_figures([Minibatch.of([], gradless_tokens=6)], [outcome(sums(2, loss=2.0, entropy=6.0))])
     assert (got["loss"], got["entropy"]) == (0.25, 3.0)
-    nothing = journal.update_figures([Minibatch([], gradless_tokens=6)], [Outcome([], outcome().facts, [])])
+    nothing = journal.update_figures([Minibatch.of([], gradless_tokens=6)], [Outcome([], outcome().facts, [])])
     assert nothing["loss"] == 0 and not {"entropy", "ratio/mean", "behav_weight/max"} & nothing.keys()
 
 
@@ -125,12 +125,12 @@ def test_gap_is_over_tokens_of_the_consuming_version():
 def test_gap_uses_only_logprobs_of_the_first_weights():
     first, second = packed(BATCH[:2]), packed(BATCH[2:])
     outcomes = [outcome(logprobs=["first"]), outcome(logprobs=["moved"])]
-    recomputed = [Minibatch(first), Minibatch(second, ["prox"])]
+    recomputed = [Minibatch.of(first), Minibatch.of(second, prox_logprobs=["prox"])]
     assert journal.first_logprobs(recomputed, outcomes, recomputed_prox=True) == [
         (first[0], "first"),
         (second[0], "prox"),
     ]
-    naive = [Minibatch(first, ["behav"]), Minibatch(second, ["behav"])]
+    naive = [Minibatch.of(first, prox_logprobs=["behav"]), Minibatch.of(second, prox_logprobs=["behav"])]
     assert journal.first_logprobs(naive, outcomes, recomputed_prox=False) == [(first[0], "first")]
 
 
@@ -144,7 +144,11 @@ def add(book, version, *outcomes):
     logprobs = [batch.behav_logprobs for batch in batches]
     outcomes = [Outcome(o.sums, o.facts, logprobs) for o in outcomes]
     book.add(
-        version, BATCH, [Minibatch(batches)] * len(outcomes), outcomes, {"queue/waiting": 3, "dropped": {"failed": 1}}
+        version,
+        BATCH,
+        [Minibatch.of(batches)] * len(outcomes),
+        outcomes,
+        {"queue/waiting": 3, "dropped": {"failed": 1}},
     )
 
 

@@ -7,6 +7,7 @@ import pytest
 
 from areal_jax import compilation
 from areal_jax.config import ProfileConfig, build
+from areal_jax.distributed import Processes
 from areal_jax.trainer import loop, state
 from areal_jax.trainer.journal import TIMES
 from areal_jax.trajectory_queue import TrajectoryQueue
@@ -97,6 +98,7 @@ class Run:
             publisher=self.publisher,
             open_log=self.open_log,
             stop=self.stop,
+            processes=Processes(),
         )
 
 
@@ -297,7 +299,7 @@ def test_trajectories_without_advantage_are_not_computed_and_change_nothing(
     assert packed == sum(len(t.tokens) for t in groups[0])
 
     advantages = np.array([1.0, -1.0, 1.0, -1.0, 0, 0, 0, 0], np.float32)
-    everything = loop.Minibatch(loop.pack(batch, advantages, layout, version=0, max_staleness=3))
+    everything = loop.Minibatch.of(loop.pack(batch, advantages, layout, version=0, max_staleness=3))
     programs = make_programs()
     moved = [loop.update(programs, fresh_state(programs), m) for m in (minibatch, everything)]
     norms = [float(outcome.facts["grad_norm"]) for _, outcome in moved]

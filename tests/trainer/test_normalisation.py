@@ -33,7 +33,7 @@ def prox_twin(t):
 def with_prox(arrange, trajectories, **counts):
     """The minibatch that `arrange` makes of trajectories, each token's proximal log-probability beside it."""
     prox = arrange([prox_twin(t) for t in trajectories])
-    return step.Minibatch(arrange(trajectories), [batch.behav_logprobs for batch in prox], **counts)
+    return step.Minibatch.of(arrange(trajectories), prox_logprobs=[batch.behav_logprobs for batch in prox], **counts)
 
 
 def packed(trajectories):
@@ -112,12 +112,22 @@ def test_rows_and_microbatches_change_nothing(
     assert_same(gradient_and_figures(make_programs(), params, minibatch), expected)
 
 
-@pytest.mark.parametrize(("shards", "rows", "length"), [(2, 4, 64), (4, 8, 32), (8, 8, 32)])
-def test_data_parallel_shards_and_longer_rows_change_nothing(
-    shards, rows, length, trajectories, params, expected, make_programs
+@pytest.mark.parametrize(
+    ("mesh", "rows", "length"),
+    [
+        ((2, 1, 1), 4, 64),
+        ((4, 1, 1), 8, 32),
+        ((8, 1, 1), 8, 32),
+        ((1, 4, 1), 8, 32),
+        ((2, 2, 2), 8, 32),
+    ],
+)
+def test_shards_of_rows_and_params_and_longer_rows_change_nothing(
+    mesh, rows, length, trajectories, params, expected, make_programs
 ):
-    programs = make_programs((shards, 1, 1))
-    minibatch = with_prox(scattered(rows, length, 2, seed=shards), trajectories)
+    """Rows are split over data and fsdp, params and their gradient over fsdp (and tensor) as well."""
+    programs = make_programs(mesh)
+    minibatch = with_prox(scattered(rows, length, 2, seed=mesh[0] * mesh[1]), trajectories)
     assert_same(gradient_and_figures(programs, params, minibatch), expected)
 
 

@@ -6,6 +6,7 @@ import pytest
 
 from areal_jax.algorithms.packing import Layout
 from areal_jax.config import OptimizerConfig, TrainerConfig, build
+from areal_jax.distributed import Processes
 from areal_jax.models import transformer
 from areal_jax.trainer import sft, state, step
 from areal_jax.trainer.checkpoint import SavedParams
@@ -59,10 +60,10 @@ def test_the_packed_held_out_loss_is_the_mean_over_tokens_of_examples_alone(make
     programs = make_programs((1, 1, 1), objective=step.supervised_objective)
     on_device = state.copies(params, programs.abstract.params)
     examples, layout = random_examples(9), Layout((32,), 64)
-    alone = [sft.held_out_loss(programs, on_device, sft.minibatch([each], layout).batches) for each in examples]
+    alone = [sft.held_out_loss(programs, on_device, sft.minibatch([each], layout)) for each in examples]
     tokens = [int(each.trains.sum()) for each in examples]
-    packed = sft.minibatch(examples, layout).batches
-    assert len(packed) < len(examples)
+    packed = sft.minibatch(examples, layout)
+    assert len(packed.batches) < len(examples)
     assert sft.held_out_loss(programs, on_device, packed) == pytest.approx(np.average(alone, weights=tokens), rel=1e-6)
 
 
@@ -125,6 +126,7 @@ class Run:
             open_log=self.open_log,
             record=self.evaluations.append,
             stop=self.stop,
+            processes=Processes(),
         )
 
 

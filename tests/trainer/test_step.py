@@ -317,9 +317,9 @@ def test_nothing_compiles_after_warmup_whatever_lengths_come(make_trajectories, 
     for seed, longest in enumerate([8, 30, 60, 12, 20, 45]):
         trajectories = make_trajectories(1 + 7 * (seed % 3), seed=seed, longest=longest)
         advantages = np.ones(len(trajectories), np.float32)
-        minibatch = step.Minibatch(packing.pack(trajectories, advantages, layout, version=1, max_staleness=9))
+        minibatch = step.Minibatch.of(packing.pack(trajectories, advantages, layout, version=1, max_staleness=9))
         seen.append(minibatch.batches)
-        without_gradient = step.Minibatch([], gradless_tokens=5)
+        without_gradient = step.Minibatch.of([], gradless_tokens=5)
         minibatches = step.with_prox_logprobs(programs, state.params, [minibatch, without_gradient, minibatch])
         for m in [*minibatches, *step.with_behav_as_prox([minibatch])]:
             state, outcome = step.update(programs, state, m)

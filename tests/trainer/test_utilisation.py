@@ -32,7 +32,7 @@ def minibatch(*lengths):
     batch = empty_batch(1, 32)
     ids = np.concatenate([np.full(length, i) for i, length in enumerate(lengths, start=1)])
     batch.segment_ids[0, : len(ids)] = ids
-    return Minibatch([batch])
+    return Minibatch.of([batch])
 
 
 def test_peaks_are_those_of_the_dtype_and_unknown_elsewhere():
@@ -55,7 +55,7 @@ def test_without_a_proximal_pass_a_known_peak_or_anything_computed_its_figures_a
     work = Work(MODEL, "float32", [Device("cpu")])
     naive = work.figures([minibatch(5), minibatch(7)], TIMES, recomputed_prox=False)
     assert naive["model_tflops/prox"] == 0 < naive["model_tflops_per_s"] and "mfu" not in naive
-    still = work.figures([Minibatch([])], TIMES, recomputed_prox=True)
+    still = work.figures([Minibatch.of([])], TIMES, recomputed_prox=True)
     assert still == {"model_tflops/update": 0, "model_tflops/prox": 0}
 
 

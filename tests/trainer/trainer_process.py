@@ -3,11 +3,15 @@
     python tests/trainer/trainer_process.py DIRECTORY COORDINATOR COUNT INDEX EVENT
 
 In: five batches, which only process 0's queue hands out. Out, in DIRECTORY: metrics.jsonl, checkpoints/ and
-VERSION.npz, the params as process 0's publisher got them. EVENT: "none"; "adapters": those train, and nothing else;
-"late": process 1 never comes to a barrier; "kill:2" or "stop:2": once process 1 is through the step to version 2, it is
-killed, or asked to stop.
+VERSION.npz, the params as process 0's publisher got them; gradient.npz, that of the first update; of each other process
+INDEX, trainer-INDEX.jsonl and received-INDEX.jsonl: of each batch the bytes, and the rows by microbatch.
+
+EVENT: "none"; "adapters": those train, and nothing else; "late": process 1 never comes to a barrier; "kill:2" or
+"stop:2": once process 1 is through the step to version 2, it is killed, or asked to stop.
 """
 
+import copy
+import functools
 import os
 import pathlib
 import signal
@@ -21,13 +25,15 @@ from conftest import MODEL, trajectory
 
 from areal_jax import compilation, distributed
 from areal_jax.config import build
-from areal_jax.metrics import StepLog
+from areal_jax.metrics import JsonlWriter, StepLog
 from areal_jax.models import transformer
 from areal_jax.trainer import loop, shared, step
+from areal_jax.types import ROW_ARRAYS
 
 GROUP, PROMPTS, LONGEST, STEPS = 4, 2, 16, 5
 TIMEOUT_S = 60.0
-MESHES = {1: {"data": 1, "fsdp": 4}, 2: {"data": 1, "fsdp": 4}, 4: {"data": 2, "fsdp": 2}}
+decode = shared.decode
+MESHES = {1: {"data": 1, "fsdp": 4}, 2: {"data": 1, "fsdp": 4}, 4: {"data": 2, "tensor": 2}}
 
 
 def make_config(directory, count, event):
@@ -89,7 +95,7 @@ class Kept:
         pass
 
 
-class Struck(shared.Silent):
+class Struck(shared.NoPublisher):
     """Does something to its process once it is handed `version`."""
 
     def __init__(self, version, strike):
@@ -111,6 +117,28 @@ def read_params(places):
     }
 
 
+def decode_and_count(file, data):
+    minibatches = decode(data)
+    batches = [batch for minibatch in minibatches for batch in minibatch.batches]
+    came = [[len(getattr(batch, name)) for name in ROW_ARRAYS] for batch in batches]
+    file.write({"bytes": len(data), "rows": [batch.rows for batch in batches], "came": came})
+    return minibatches
+
+
+def update_and_keep(file, programs, state, minibatch):
+    """The update, whose gradient goes into `file`, whole, where there is none."""
+    keeping = copy.copy(programs)
+
+    def keep_and_apply(state, grads):
+        whole = {name: np.asarray(programs.gather(value)) for name, value in grads.items()}
+        if jax.process_index() == 0 and not file.exists():
+            np.savez(file, **whole)
+        return programs.apply(state, grads)
+
+    keeping.apply = keep_and_apply
+    return step.update(keeping, state, minibatch)
+
+
 def train(directory, processes, event, stop):
     word, _, version = event.partition(":")
     first = processes.index == 0
@@ -120,16 +148,22 @@ def train(directory, processes, event, stop):
     def open_log(at):
         processes.barrier("every program is compiled")
         assert known.restored == at if first and at else known.restored is None
-        return StepLog(directory, version=at, tensorboard=False, wandb=False) if first else shared.Silent()
+        if first:
+            return StepLog(directory, version=at, tensorboard=False, wandb=False)
+        file = JsonlWriter(directory / f"received-{processes.index}.jsonl")
+        shared.decode = functools.partial(decode_and_count, file)
+        return shared.OwnTimes(directory, processes.index, version=at)
 
+    loop.update = functools.partial(update_and_keep, directory / "gradient.npz")
     reached = loop.train(
         make_config(directory, processes.count, event),
         model_config=MODEL,
         read_params=read_params,
-        queue=shared.leading_queue(known, processes) if first else shared.FollowingQueue(processes),
+        queue=known if first else shared.NoQueue(),
         publisher=Kept(directory) if first else Struck(int(version or -1), strikes.get(word, lambda: None)),
         open_log=open_log,
         stop=stop,
+        processes=processes,
     )
     assert known.finished == (first and reached == STEPS)
 
