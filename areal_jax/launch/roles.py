@@ -42,7 +42,6 @@ PARENT = "AREAL_JAX_PARENT"  # in a child's environment: the process it must not
 TOKEN = "AREAL_JAX_TOKEN"  # shared by all processes of a run that goes beyond loopback
 LINGER_S = 3.0  # that the trainer still answers after training, so that the controller hears of the end
 REPORT_S = 1.0  # between two lines of generation-N.jsonl
-AT_ONCE_S = 0.01  # between two times of judging that are told as one
 
 
 def run(config: Config, role: str, *, index: int = 0) -> int:
@@ -463,6 +462,7 @@ async def _rollout(config: Config, stop: threading.Event) -> None:
 async def control(config: Config, generate: Any, queue: Any, stop: threading.Event) -> None:
     """The controller with its reward pool and its files, on whatever generates and queues."""
     from areal_jax.rewards.final_answer import final_answer
+    from areal_jax.rewards.timed import TimedScorer
     from areal_jax.rollout import controller
     from areal_jax.tokenizer import Tokenizer
 
@@ -500,37 +500,6 @@ async def control(config: Config, generate: Any, queue: Any, stop: threading.Eve
             held_out=load_prompts(config, "held_out", tokenizer),
             stop=await _as_asyncio(stop),
         )
-
-
-class TimedScorer:
-    """A scorer of which is seen when it had something to judge. All calls come from one event loop."""
-
-    def __init__(self, scorer: Any) -> None:
-        self._scorer = scorer
-        self._groups, self._since = 0, 0.0
-        self._spans: list[tuple[float, float]] = []
-
-    async def score(self, completions: Sequence[str], *, answer: str, prompt: str) -> list[float]:
-        self._note(1)
-        try:
-            return await self._scorer.score(completions, answer=answer, prompt=prompt)
-        finally:
-            self._note(-1)
-
-    def take(self) -> list[tuple[float, float]]:
-        """[begin, end] of each such time since the last call, in seconds since 1970; what goes on is cut here."""
-        self._note(0)
-        spans, self._spans = self._spans, []
-        return spans
-
-    def _note(self, more: int) -> None:
-        now = time.time()
-        if self._groups:
-            # What follows at once goes on: else there would be as many of them as groups.
-            at_once = bool(self._spans) and self._since - self._spans[-1][1] < AT_ONCE_S
-            begin = self._spans.pop()[0] if at_once else self._since
-            self._spans.append((begin, now))
-        self._groups, self._since = self._groups + more, now
 
 
 def make_scorer(config: Config) -> "RewardPool":

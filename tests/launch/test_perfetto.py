@@ -9,6 +9,7 @@ import pytest
 
 from areal_jax.launch import perfetto, roles, run_files
 from areal_jax.launch.run_files import Run
+from areal_jax.rewards.timed import TimedScorer
 from areal_jax.telemetry import Activity, Swap
 from tests.launch.synthetic_run import BEGIN, publish, step, swap, write_lines, write_run
 
@@ -189,7 +190,7 @@ def test_judging_is_told_from_the_first_group_to_the_last_and_cut_where_it_is_ta
             await asyncio.sleep(float(prompt))
             return [1.0] * len(completions)
 
-    scorer = roles.TimedScorer(Slow())
+    scorer = TimedScorer(Slow())
 
     async def ask(*seconds):
         asked = [scorer.score(["a", "b"], answer="", prompt=str(each)) for each in seconds]
