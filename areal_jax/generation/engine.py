@@ -61,7 +61,7 @@ class DecodeState:
     truncation: sampling.Truncation
     stop_tokens: Array  # [S, STOP_TOKENS] int32, -1 = none
     min_length: Array  # [S] int32, the length below which no stop token is drawn
-    alternatives: Array  # [S] bool, whether the most likely tokens are asked for
+    wants_alternatives: Array  # [S] bool, whether the most likely tokens are asked for
     keys: Array  # [S, 2] uint32
 
 
@@ -77,7 +77,7 @@ class Requests:
     truncation: sampling.Truncation
     stop_tokens: Any  # [S, STOP_TOKENS] int32
     min_length: Any  # [S] int32
-    alternatives: Any  # [S] bool
+    wants_alternatives: Any  # [S] bool
     seed: Any  # [S] uint32
     uid: Any  # [S] uint32
     sample: Any  # [S] uint32
@@ -352,7 +352,7 @@ class Engine(engine_api.Engine):
             truncation=sampling.no_truncation(S),
             stop_tokens=jnp.full((S, STOP_TOKENS), -1, jnp.int32),
             min_length=jnp.zeros(S, jnp.int32),
-            alternatives=jnp.zeros(S, jnp.bool_),
+            wants_alternatives=jnp.zeros(S, jnp.bool_),
             keys=jnp.zeros((S, 2), jnp.uint32),
         )
         # In its place, as what the programs return is: they would compile once more for arrays that are not.
@@ -391,7 +391,7 @@ def empty_requests(slots: int) -> Requests:
         truncation=sampling.no_truncation(slots),
         stop_tokens=np.full((slots, STOP_TOKENS), -1, np.int32),
         min_length=np.zeros(slots, np.int32),
-        alternatives=np.zeros(slots, np.bool_),
+        wants_alternatives=np.zeros(slots, np.bool_),
         seed=np.zeros(slots, np.uint32),
         uid=np.zeros(slots, np.uint32),
         sample=np.zeros(slots, np.uint32),
@@ -431,7 +431,7 @@ def _insert(
         truncation=jax.tree.map(take, requests.truncation, state.truncation),
         stop_tokens=take(requests.stop_tokens, state.stop_tokens),
         min_length=take(requests.min_length, state.min_length),
-        alternatives=take(requests.alternatives, state.alternatives),
+        wants_alternatives=take(requests.wants_alternatives, state.wants_alternatives),
         keys=take(sampling.request_keys(requests.seed, requests.uid, requests.sample), state.keys),
     )
 
@@ -448,29 +448,29 @@ def _deactivate(state: DecodeState, gone_S: Array) -> DecodeState:
     return dataclasses.replace(state, active=state.active & ~gone_S)
 
 
-def _draw(most: int, model: Transformer, state: DecodeState, logits_SV: Array) -> Drawn:
+def _draw(top_logprobs: int, model: Transformer, state: DecodeState, logits_SV: Array) -> Drawn:
     """The next token of every slot, as its request asks for it."""
     del model
     early_S = state.active & (state.length < state.min_length)
     logits_SV = sampling.without_tokens(logits_SV, state.stop_tokens, early_S)
     least_S = sampling.least_logits(logits_SV, state.temperature, state.truncation, state.active)
     drawn = sampling.sample(logits_SV, least_S, state.keys, state.length, state.temperature)
-    return *drawn, _alternatives(most, state, logits_SV, least_S)
+    return *drawn, _alternatives(top_logprobs, state, logits_SV, least_S)
 
 
-def _alternatives(most: int, state: DecodeState, logits_SV: Array, least_S: Array) -> tuple[Array, Array]:
-    """The most likely tokens [S, most] and their log-probabilities; -inf where no slot asks for them."""
+def _alternatives(top_logprobs: int, state: DecodeState, logits_SV: Array, least_S: Array) -> tuple[Array, Array]:
+    """The most likely tokens [S, N] and their log-probabilities; -inf where no slot asks for them."""
     S = len(logits_SV)
-    if not most:
+    if not top_logprobs:
         return jnp.zeros((S, 0), jnp.int32), jnp.zeros((S, 0))
     return jax.lax.cond(
-        jnp.any(state.active & state.alternatives),
-        lambda: sampling.most_likely(logits_SV, least_S, state.temperature, most),
-        lambda: (jnp.zeros((S, most), jnp.int32), jnp.full((S, most), -jnp.inf)),
+        jnp.any(state.active & state.wants_alternatives),
+        lambda: sampling.most_likely(logits_SV, least_S, state.temperature, top_logprobs),
+        lambda: (jnp.zeros((S, top_logprobs), jnp.int32), jnp.full((S, top_logprobs), -jnp.inf)),
     )
 
 
-def _draw_batch_invariant(most: int, model: Transformer, state: DecodeState, logits_SV: Array) -> Drawn:
+def _draw_batch_invariant(top_logprobs: int, model: Transformer, state: DecodeState, logits_SV: Array) -> Drawn:
     """As `_draw`, each slot by itself, and the log-probability by the very formula of the trainer."""
     per_token = functools.partial(model.kernels.per_token, axes=1)
 
@@ -488,7 +488,7 @@ def _draw_batch_invariant(most: int, model: Transformer, state: DecodeState, log
     next_S = per_token(draw, (), logits_SV, state.keys, state.length, state.temperature)
     temperature_S1 = jnp.where(state.temperature == 0, 1.0, state.temperature)[:, None]
     logprobs_S = from_logits_of(model, logits_SV, next_S, temperature=temperature_S1)[0]
-    return next_S, logprobs_S, _alternatives(most, state, logits_SV, jnp.full(len(logits_SV), -jnp.inf))
+    return next_S, logprobs_S, _alternatives(top_logprobs, state, logits_SV, jnp.full(len(logits_SV), -jnp.inf))
 
 
 def _decode(
@@ -496,7 +496,7 @@ def _decode(
     layout: CacheLayout,
     mesh: Mesh,
     draw: Draw,
-    most: int,
+    top_logprobs: int,
     params: Params,
     state: DecodeState,
     slots_P: Array,
@@ -505,7 +505,9 @@ def _decode(
     steps: int,
 ) -> tuple[DecodeState, Decoded]:
     """Decodes until every slot of `slots` (where they are fewer than all) has `steps` more tokens or is done."""
-    through = functools.partial(_through, bind(graphdef, params), mesh, draw, most, attended=attended, steps=steps)
+    through = functools.partial(
+        _through, bind(graphdef, params), mesh, draw, top_logprobs, attended=attended, steps=steps
+    )
     S, P = len(state.length), len(slots_P)
     if P == S:
         return through(state)
@@ -523,7 +525,7 @@ def _through(
     model: Transformer,
     mesh: Mesh,
     draw: Draw,
-    most: int,
+    top_logprobs: int,
     state: DecodeState,
     *,
     attended: int,
@@ -535,7 +537,7 @@ def _through(
     decoded = Decoded(
         tokens=jnp.zeros((S, steps), jnp.int32),
         logprobs=jnp.zeros((S, steps), jnp.float32),
-        alternatives=(jnp.zeros((S, steps, most), jnp.int32), jnp.zeros((S, steps, most), jnp.float32)),
+        alternatives=(jnp.zeros((S, steps, top_logprobs), jnp.int32), jnp.zeros((S, steps, top_logprobs), jnp.float32)),
         count=jnp.zeros(S, jnp.int32),
         active=state.active,
     )
@@ -551,7 +553,7 @@ def _through(
         tokens_S = state.tokens[slots_S, jnp.minimum(fed_S, C - 1)]
         logits_SV, cache = decode.decode_step(model, tokens_S, fed_S, state.cache, attended=attended)
         logits_SV = placement.gather_logits(logits_SV, mesh)
-        next_S, logprobs_S, alternatives = draw(most, model, state, logits_SV)
+        next_S, logprobs_S, alternatives = draw(top_logprobs, model, state, logits_SV)
         length_S = state.length + active_S
         done_S = jnp.any(next_S[:, None] == state.stop_tokens, axis=1) | (length_S >= state.limit)
         state = dataclasses.replace(

@@ -11,7 +11,7 @@ next.
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from areal_jax.generation.engine import Engine, PrefilledRows, Weights
 from areal_jax.generation.tickets import Admission, RowKey, Waiting
@@ -44,13 +44,13 @@ class Prefilled:
         prefilled = self._engine.prefill_rows(weights, rows)
         self._held.update({keys[place]: (prefilled, row) for row, place in enumerate(group)})
 
-    def of(self, admissions: Sequence[Admission]) -> Iterator[tuple[PrefilledRows, list[tuple[Admission, int]]]]:
+    def of(self, admissions: Sequence[Admission]) -> dict[PrefilledRows, list[tuple[Admission, int]]]:
         """The admissions by the prefill that holds their row, each with the place of that row."""
         by_prefill: dict[PrefilledRows, list[tuple[Admission, int]]] = {}
         for admission in admissions:
             prefilled, row = self._held[admission.key]
             by_prefill.setdefault(prefilled, []).append((admission, row))
-        yield from by_prefill.items()
+        return by_prefill
 
     def forget(self, ticket: int) -> None:
         """Of a ticket that has no sample waiting."""

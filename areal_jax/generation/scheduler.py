@@ -301,7 +301,7 @@ class Scheduler:
         while self._free and self._waiting:
             self._prefilled.have_next(self._weights, self._waiting)
             admissions = self._waiting.take(len(self._free), self._prefilled)
-            for prefilled, rows in self._prefilled.of(admissions):
+            for prefilled, rows in self._prefilled.of(admissions).items():
                 requests = empty_requests(self._engine.options.slots)
                 for admission, row in rows:
                     self._start(admission, row, requests)

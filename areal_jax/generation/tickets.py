@@ -153,7 +153,7 @@ def fill(requests: Requests, index: int, slot: Slot, row: int) -> None:
         "seed": sampling.seed % 2**32,
         "uid": request.uid % 2**32,
         "sample": slot.sample,
-        "alternatives": request.top_logprobs > 0,
+        "wants_alternatives": request.top_logprobs > 0,
     }
     for name, value in values.items():
         getattr(requests, name)[index] = value

@@ -199,12 +199,7 @@ def train(
     update, every `eval.every` of them, and after the last. `stop` ends it earlier, with a checkpoint of where it is.
     `processes` are the trainer's, each of which calls this; all but process 0 without examples, of which they get rows.
     """
-    said: dict[str, Any] = {
-        "course": dataclasses.asdict(make_course(config, len(examples))),
-        "facts": facts(config, model_config, examples),
-    }
-    said = json.loads(processes.of_first(json.dumps(said)))
-    course, of_run = Course(**said["course"]), said["facts"]
+    course, of_run = _of_first(config, model_config, examples, processes)
     programs, layout = build(
         model_config, config.trainer, config.model, updates=course.updates, max_length=config.sft.max_length
     )
@@ -245,6 +240,15 @@ def train(
         if checkpoints.newest != version:
             checkpoints.save(state, of_run | {"version": version}, {})
     return version
+
+
+def _of_first(
+    config: Config, model_config: TransformerConfig, examples: Sequence[Example], processes: Processes
+) -> tuple[Course, Facts]:
+    """The course and the facts of process 0, which alone has the examples."""
+    course, of_run = make_course(config, len(examples)), facts(config, model_config, examples)
+    said = json.loads(processes.of_first(json.dumps([dataclasses.asdict(course), of_run])))
+    return Course(**said[0]), said[1]
 
 
 def start(

@@ -32,7 +32,7 @@ class SkippedMinibatches:
         """Writes the minibatch at `place` of the step from `version`, whole or not at all; returns its file."""
         path = self._directory / f"{version}.npz"
         if jax.process_index() > 0:
-            return path  # process 0 writes the same
+            return path  # process 0 has all rows, and writes them
         self._directory.mkdir(parents=True, exist_ok=True)
         temporary = path.with_suffix(".tmp")
         with temporary.open("wb") as file:

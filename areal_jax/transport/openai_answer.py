@@ -229,8 +229,8 @@ _OBJECTS = {
 
 def _logprobs(part: Part) -> dict[str, Any]:
     offsets = part.offset + np.cumsum([0, *map(len, part.texts)])[:-1]
-    drawn = [{text: logprob} for text, logprob in zip(part.texts, part.logprobs.tolist(), strict=True)]
-    alternatives = [likeliest | own for likeliest, own in zip(part.alternatives, drawn, strict=bool(part.alternatives))]
+    drawn = zip(part.texts, part.logprobs.tolist(), strict=True)
+    alternatives = [likeliest | dict([own]) for likeliest, own in zip(part.alternatives, drawn, strict=False)]
     return {
         "tokens": list(part.texts),
         "token_logprobs": part.logprobs.tolist(),

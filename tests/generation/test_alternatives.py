@@ -10,7 +10,10 @@ from areal_jax.generation.engine import Engine, EngineOptions
 from areal_jax.types import GenerateRequest, Sampling
 from tests.generation.by_hand import CONFIG, ByHand, forward_logits, prompt_of, slow_kept
 
-ENGINE = Engine(CONFIG, EngineOptions(slots=4, max_length=64, decode_steps=2, length_buckets=(64,), top_logprobs=5))
+OPTIONS = EngineOptions(
+    slots=4, max_length=64, decode_steps=2, length_buckets=(64,), slot_buckets=(2, 4), top_logprobs=5
+)
+ENGINE = Engine(CONFIG, OPTIONS)
 SAMPLING = Sampling(12, temperature=0.7, seed=7, top_k=4, top_p=0.9)
 
 
@@ -27,10 +30,16 @@ def joined(hand: ByHand, uid: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, 
 
 
 @pytest.mark.parametrize(
-    "sampling", [SAMPLING, dataclasses.replace(SAMPLING, temperature=0.0)], ids=["drawn", "greedy"]
+    ("config", "sampling"),
+    [
+        (CONFIG, SAMPLING),
+        (CONFIG, dataclasses.replace(SAMPLING, temperature=0.0)),
+        (dataclasses.replace(CONFIG, kernels="batch_invariant"), SAMPLING),
+    ],
+    ids=["drawn", "greedy", "batch_invariant"],
 )
-def test_alternatives_are_the_most_likely_tokens_of_the_distribution_that_was_drawn_from(sampling):
-    hand = ByHand(ENGINE)
+def test_alternatives_are_the_most_likely_tokens_of_the_distribution_that_was_drawn_from(config, sampling):
+    hand = ByHand(ENGINE if config is CONFIG else Engine(config, OPTIONS))
     ask(hand, 0, sampling, 5)
     hand.finish()
     tokens, logprobs, others, theirs = joined(hand, 0)
