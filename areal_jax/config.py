@@ -160,7 +160,7 @@ class MeshConfig:
 class DistributedConfig:
     """The trainer as several processes, each with its own devices, of which trainer.mesh then is."""
 
-    coordinator: str = ""  # host:port of process 0, as all reach it; 127.0.0.1:0 where `main` starts them, here
+    coordinator: str = ""  # host:port of process 0; 127.0.0.1:0: `main` starts all of them here; auto: a cluster does
     processes: int = 1
     timeout_s: float = 300.0  # for all to meet, before the first step and at the end
 
@@ -567,11 +567,11 @@ def _check_distributed(config: Config) -> None:
     settings = config.trainer.distributed
     if settings.processes == 1:
         return
-    if not re.fullmatch(r".+:[0-9]+", settings.coordinator):
+    if settings.coordinator != "auto" and not re.fullmatch(r".+:[0-9]+", settings.coordinator):
         raise ValueError(
             f"config.trainer.distributed.coordinator={settings.coordinator!r} must be host:port of process 0, at which "
             f"the {settings.processes} processes of the trainer meet; 127.0.0.1:0 when all of them are on this machine "
-            "and started by main"
+            "and started by main, auto when Slurm or the like or the hosts of a TPU slice start them"
         )
     if config.run.launch == "threads":
         raise ValueError(

@@ -1,8 +1,9 @@
 """The trainer's processes as one JAX program: how they join, agree, hand bytes on, wait for one another and end.
 
-In: the address of process 0, the number of processes, which of them this is. Out: `Processes`, through which one of
-them knows the others. Called by `launch.roles` before anything touches a device, and by `trainer.shared`. Waits for:
-process 0, without limit while it lives (it waits for batches); at a barrier for all, with a limit.
+In: the address of process 0, the number of processes, which of them this is; or `AUTO`, and the cluster says it. Out:
+`Processes`, through which one of them knows the others. Called by `launch.roles` before anything touches a device, and
+by `trainer.shared`. Waits for: process 0, without limit while it lives (it waits for batches); at a barrier for all,
+with a limit.
 
 A process alone joins nobody, and nothing here then does or costs anything.
 
@@ -31,12 +32,14 @@ from typing import Any, NoReturn
 import jax
 import numpy as np
 from jax import Array
+from jax._src.clusters import ClusterEnv  # nor for what it finds out of a cluster before it connects
 from jax._src.distributed import global_state  # JAX has no public name for the client that it has connected
 from jax.errors import JaxRuntimeError
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 log = logging.getLogger(__name__)
 
+AUTO = "auto"  # the coordinator of processes that a cluster has started, which knows all that they need
 CHUNK_BYTES = 4 << 20  # that one device sends another at a time: one size, so one program
 HEARTBEAT_S = 100.0
 POLL_S = 1.0
@@ -155,13 +158,19 @@ class Processes:
 
 
 @contextlib.contextmanager
-def joined(coordinator: str, *, index: int, count: int, timeout_s: float, stop: threading.Event) -> Iterator[Processes]:
+def joined(
+    coordinator: str, *, index: int | None, count: int, timeout_s: float, stop: threading.Event
+) -> Iterator[Processes]:
     """The processes, for the time of the block, at whose end each waits for the others.
 
-    Call it before anything touches a device. A block that ends by an error takes the other processes with it, and this
-    one then exits with status 1. `stop` is set when any process is asked to stop. Raises ValueError for a coordinator
-    or an index that cannot be; exits with status 1, too, when not all have come within `timeout_s`.
+    Call it before anything touches a device. An `index` of None is the cluster's where the coordinator is `AUTO`, and
+    else 0. A block that ends by an error takes the other processes with it, and this one then exits with status 1.
+    `stop` is set when any process is asked to stop. Raises ValueError for a coordinator or an index that cannot be;
+    exits with status 1, too, when not all have come within `timeout_s`.
     """
+    if coordinator == AUTO and count > 1:
+        coordinator, index = _of_cluster(index, count, timeout_s)
+    index = index or 0
     _check(coordinator, index, count)
     if count == 1:
         yield Processes()
@@ -189,13 +198,32 @@ def joined(coordinator: str, *, index: int, count: int, timeout_s: float, stop: 
     jax.distributed.shutdown()
 
 
+def _of_cluster(index: int | None, count: int, timeout_s: float) -> tuple[str, int]:
+    """Address of process 0 and index of this one as the cluster has it that started them (see jax.distributed)."""
+    address, started, found, _ = ClusterEnv.auto_detect_unset_distributed_params(
+        None, None, None, None, None, math.ceil(timeout_s)
+    )
+    if address is None or started is None or found is None:
+        raise ValueError(
+            f"config.trainer.distributed.coordinator={AUTO} is for processes that Slurm, Open MPI, Kubernetes or the "
+            "hosts of a TPU slice start, and JAX finds none of them here; give host:port of process 0, and --process"
+        )
+    if started != count or index not in (None, found):
+        given = "" if index is None else f" and --process={index}"
+        raise ValueError(
+            f"config.trainer.distributed.processes={count}{given}, and the cluster says that this is process {found} "
+            f"of {started}; give these numbers, and leave --process out"
+        )
+    return address, found
+
+
 def _check(coordinator: str, index: int, count: int) -> None:
     if not 0 <= index < count:
         raise ValueError(f"--process={index} must be 0 to {count - 1}, for trainer.distributed.processes={count}")
     if count > 1 and not re.fullmatch(r".+:[1-9][0-9]*", coordinator):
         raise ValueError(
             f"config.trainer.distributed.coordinator={coordinator!r} must be host:port of process 0, as the other "
-            "processes reach it; only a run whose processes `main` starts may leave the port 0"
+            f"processes reach it, or {AUTO}; only a run whose processes `main` starts may leave the port 0"
         )
 
 
@@ -221,6 +249,11 @@ def _initialize(coordinator: str, index: int, count: int, timeout_s: float) -> N
             shutdown_timeout_seconds=math.ceil(timeout_s),
         )
         jax.devices()  # which all of them make together, so before anyone waits for anything else
+        if jax.process_index() != index:
+            raise ValueError(
+                f"--process={index}, and the accelerators of this host belong to process {jax.process_index()}; give "
+                f"the number that they have, or config.trainer.distributed.coordinator={AUTO} and no --process"
+            )
     finally:
         late.cancel()
 

@@ -20,7 +20,10 @@ _CONFIG = command_line.define_config()
 _ROLE = flags.DEFINE_enum("role", None, ["trainer", "generator", "rollout"], "Start this one part and nothing else.")
 _INDEX = flags.DEFINE_integer("index", 0, "With --role=generator: which of generation.addresses this server is.")
 _PROCESS = flags.DEFINE_integer(
-    "process", 0, "With --role=trainer: which of trainer.distributed.processes this one is; 0 hosts the queue."
+    "process",
+    None,
+    "With --role=trainer: which of trainer.distributed.processes this one is; 0 hosts the queue. Left out, it is what "
+    "the cluster says (coordinator=auto), or 0.",
 )
 _DRY_RUN = flags.DEFINE_bool(
     "dry_run", False, "Check the config, print it (stdout) and the memory that it will need (stderr), and stop."
@@ -55,28 +58,21 @@ def main(argv: Sequence[str]) -> int:
         return dry_run(config, devices=_DEVICES.value)
     with command_line.plain_errors():
         if config.sft.data and _ROLE.value != "generator":
-            from areal_jax.launch import supervised
-
-            return supervised.run(config, command=sys.argv, process=_PROCESS.value)
+            return fine_tune(config, command=sys.argv)
         if _ROLE.value:
             from areal_jax.launch import roles
 
-            return roles.run(config, _ROLE.value, index=_PROCESS.value if _ROLE.value == "trainer" else _INDEX.value)
+            return roles.run(config, _ROLE.value, index=_INDEX.value, process=_PROCESS.value)
         return run(config, command=sys.argv)
 
 
 def check_supervised_role(config: Config, role: str | None) -> None:
-    """Raises ValueError where supervised fine-tuning is not what the config says: one process, or several trainers."""
-    count = config.trainer.distributed.processes
-    if count > 1 and role != "trainer":
-        raise ValueError(
-            f"config.trainer.distributed.processes={count}: each process of supervised fine-tuning is started by "
-            f"itself; give --role=trainer, and --process=0 to {count - 1}"
-        )
-    if count == 1 and role:
+    """Raises ValueError for a role that supervised fine-tuning does not have: there are trainers alone."""
+    if role and (role != "trainer" or config.trainer.distributed.processes == 1):
         raise ValueError(
             f"--role={role} is a part of reinforcement learning, and supervised fine-tuning "
-            f"(config.sft.data={config.sft.data}) is one process; leave --role out, or set trainer.distributed"
+            f"(config.sft.data={config.sft.data}) is one process; leave --role out. --role=trainer is one of several "
+            "processes, where trainer.distributed says so"
         )
 
 
@@ -123,6 +119,19 @@ def _show_plan(config: Config, report: str) -> int:
     print(config_lib.to_json(config), end="", flush=True)
     print(report, file=sys.stderr)
     return 0
+
+
+def fine_tune(config: Config, *, command: Sequence[str]) -> int:
+    """Supervised fine-tuning: in this process, or in several that are started here, or as one of several."""
+    from areal_jax.launch import processes, supervised
+
+    if _ROLE.value or config.trainer.distributed.processes == 1:
+        return supervised.run(config, command=command, process=_PROCESS.value)
+    try:
+        return processes.run_trainers(config, command[1:])
+    except processes.RunFailed as failure:
+        print(f"error: {failure}", file=sys.stderr)
+        return 1
 
 
 def run(config: Config, *, command: Sequence[str]) -> int:

@@ -3,7 +3,7 @@
 In: a checked config. Out: the run's directory, and the exit status. Called by `main`; waits for the children, shows how
 far they are, and stops them in order: first who asks (controller), then who consumes (trainer, which writes a last
 checkpoint), then who serves (generation). A child that dies takes the run down, and no process is left behind: children
-end themselves when this process is gone.
+end themselves when this process is gone. Supervised fine-tuning in several processes has trainers only.
 """
 
 import contextlib
@@ -26,6 +26,7 @@ from areal_jax.launch import run_files
 from areal_jax.launch.display import Display
 from areal_jax.launch.roles import PARENT
 
+CONFIG_FILE = pathlib.Path(config_lib.__file__).resolve()
 POLL_S = 0.5  # between two looks at the children and at the run's files
 STOP_S = 30.0  # for a child to end after SIGTERM
 TRAINER_STOP_S = 3600.0  # for the trainer, which ends its step first: minutes for a large model; then a last checkpoint
@@ -38,12 +39,16 @@ class RunFailed(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Child:
-    """A part of the run in a process of its own, which prints into `log`, from the byte `log_begin` on."""
+    """A part of the run in a process of its own.
+
+    It prints into `log`, from the byte `log_begin` on: what is before that, an earlier start has printed. Without a log
+    it prints where this process does.
+    """
 
     name: str
     process: subprocess.Popen[bytes]
-    log: pathlib.Path
-    log_begin: int  # what is before it an earlier start of the run has printed
+    log: pathlib.Path | None
+    log_begin: int = 0
 
     @property
     def trains(self) -> bool:
@@ -60,6 +65,8 @@ class Child:
             self.process.wait()
 
     def complaint(self) -> str:
+        if self.log is None:
+            return f"the {self.name} process ended with status {self.process.returncode}; what it said is above"
         printed = self.log.read_bytes()[self.log_begin :]
         lines = printed.decode(errors="replace").splitlines()
         errors = [line for line in lines if line.startswith("error: ")]
@@ -75,10 +82,14 @@ def run(config: Config, *, command: Sequence[str]) -> int:
         config = with_ports(config)
         run_files.open_run(directory, command)
         (directory / "config.json").write_text(config_lib.to_json(config))
-        children = [_start(name, config, arguments, held) for name, arguments in _parts(config)]
+        words = [f"--config={CONFIG_FILE}:{directory / 'config.json'}"]
+        children = [
+            _start(name, [*words, *arguments], directory / "logs" / f"{name}.log", held)
+            for name, arguments in _parts(config)
+        ]
         try:
             with Display(directory) as display:
-                _wait(children, interrupted, display)
+                _wait(children, interrupted, display.update)
             if interrupted():
                 print(
                     "stopping: the trainer ends its step and writes a checkpoint; Ctrl-C again stops at once, and goes "
@@ -97,33 +108,54 @@ def _parts(config: Config) -> list[tuple[str, list[str]]]:
     generators = [
         (f"generator-{i}", ["--role=generator", f"--index={i}"]) for i in range(len(config.generation.addresses))
     ]
-    trainers = [("trainer", ["--role=trainer"])]  # process 0; main's log and display know it by this name
-    for i in range(1, config.trainer.distributed.processes):
-        trainers.append((f"trainer-{i}", ["--role=trainer", f"--process={i}"]))
-    return [("rollout", ["--role=rollout"]), *trainers, *generators]
+    return [("rollout", ["--role=rollout"]), *_trainers(config), *generators]
 
 
-def _start(name: str, config: Config, arguments: Sequence[str], held: int) -> Child:
-    log = config.run_dir / "logs" / f"{name}.log"
-    package = pathlib.Path(config_lib.__file__).resolve().parent
-    saved = f"--config={package / 'config.py'}:{config.run_dir / 'config.json'}"
-    path = os.pathsep.join(filter(None, [str(package.parent), os.environ.get("PYTHONPATH")]))
+def _trainers(config: Config) -> list[tuple[str, list[str]]]:
+    """The same of the trainer's processes, of which the first is just "trainer": so main's log and display know it."""
+    others = range(1, config.trainer.distributed.processes)
+    return [("trainer", ["--role=trainer"]), *((f"trainer-{i}", ["--role=trainer", f"--process={i}"]) for i in others)]
+
+
+def run_trainers(config: Config, arguments: Sequence[str]) -> int:
+    """The trainers of supervised fine-tuning, by the arguments of its command: 0 at its end, 130 when interrupted.
+
+    Process 0 has this terminal, and the run's directory; the others print into logs there. Raises RunFailed.
+    """
+    meeting = f"--config.trainer.distributed.coordinator={with_ports(config).trainer.distributed.coordinator}"
+    logs = config.run_dir / "logs"
+    logs.mkdir(parents=True, exist_ok=True)
+    with _interruptible() as interrupted:
+        children = [
+            _start(name, [*arguments, meeting, *words], logs / f"{name}.log" if i else None)
+            for i, (name, words) in enumerate(_trainers(config))
+        ]
+        try:
+            _wait(children, interrupted, lambda: None)
+        finally:
+            for child in children:
+                child.stop()
+    return children[0].process.returncode
+
+
+def _start(name: str, arguments: Sequence[str], log: pathlib.Path | None, *held: int) -> Child:
+    path = os.pathsep.join(filter(None, [str(CONFIG_FILE.parents[1]), os.environ.get("PYTHONPATH")]))
     environment = {**os.environ, PARENT: str(os.getpid()), "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
-    with log.open("ab") as output:
-        log_begin = output.tell()
+    with log.open("ab") if log else contextlib.nullcontext() as output:
+        log_begin = output.tell() if output else 0
         process = subprocess.Popen(
-            [sys.executable, "-m", "areal_jax.main", saved, *arguments],
+            [sys.executable, "-m", "areal_jax.main", *arguments],
             stdin=subprocess.DEVNULL,
             stdout=output,
-            stderr=subprocess.STDOUT,
+            stderr=subprocess.STDOUT if output else None,
             env=environment,
-            pass_fds=[held],
+            pass_fds=held,
             start_new_session=True,  # Ctrl-C reaches this process alone, which then stops the others in order
         )
     return Child(name, process, log, log_begin)
 
 
-def _wait(children: Sequence[Child], interrupted: Callable[[], bool], display: Display) -> None:
+def _wait(children: Sequence[Child], interrupted: Callable[[], bool], update: Callable[[], None]) -> None:
     """Returns when controller and trainers are done, or on an interrupt. Raises RunFailed when a child dies."""
     finite = [child for child in children if child.name == "rollout" or child.trains]
     while not interrupted() and any(child.process.poll() is None for child in finite):
@@ -132,7 +164,7 @@ def _wait(children: Sequence[Child], interrupted: Callable[[], bool], display: D
             if status is not None and (status != 0 or child not in finite):
                 time.sleep(POLL_S)  # others may have died of the same cause, and know it better
                 raise RunFailed(child.complaint())
-        display.update()
+        update()
         time.sleep(POLL_S)
     failed = [child for child in finite if child.process.poll() not in (None, 0)]
     if failed and not interrupted():
@@ -203,6 +235,11 @@ def _interruptible() -> Iterator[Callable[[], bool]]:
 def with_ports(config: Config) -> Config:
     """The config with a free port for each address that leaves it open. Raises ValueError for a port in use."""
     distributed = config.trainer.distributed
+    if distributed.processes > 1 and distributed.coordinator == "auto":
+        raise ValueError(
+            "config.trainer.distributed.coordinator=auto is for processes that a cluster starts, each with "
+            "--role=trainer; 127.0.0.1:0 starts all of them here"
+        )
     met = [distributed.coordinator] if distributed.processes > 1 else []
     trainer, *others = _free([config.trainer.address, *met, *config.generation.addresses])
     generation = others[len(met) :]

@@ -44,18 +44,20 @@ LINGER_S = 3.0  # that the trainer still answers after training, so that the con
 REPORT_S = 1.0  # between two lines of generation-N.jsonl
 
 
-def run(config: Config, role: str, *, index: int = 0) -> int:
-    """Runs one part to its end and returns the exit status. `index` is which of the generators or trainers it is."""
+def run(config: Config, role: str, *, index: int = 0, process: int | None = None) -> int:
+    """Runs one part to its end and returns the exit status.
+
+    `index` is which of the generation servers it is, `process` which of the trainer's processes (see `joined`).
+    """
     pin(config.run.cores, role, index)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     stop = threading.Event()
-    if parent := os.environ.get(PARENT):
-        threading.Thread(target=_watch, args=(int(parent),), daemon=True).start()
+    end_with_parent()
     if role == "rollout":
         _end_in_order(stop)
         asyncio.run(_rollout(config, stop))
     elif role == "trainer":
-        _trainer(config, index, stop)
+        _trainer(config, process, stop)
     else:
         _generator(config, index, stop)
     return 0
@@ -83,6 +85,12 @@ def _end_in_order(stop: threading.Event) -> None:
         signal.signal(number, lambda *_: stop.set())
 
 
+def end_with_parent() -> None:
+    """A child of a run ends when the process that started it is gone; whoever is no child goes on."""
+    if parent := os.environ.get(PARENT):
+        threading.Thread(target=_watch, args=(int(parent),), daemon=True).start()
+
+
 def _watch(parent: int) -> None:
     while os.getppid() == parent:
         time.sleep(1.0)
@@ -98,17 +106,20 @@ def token() -> str:
 # Trainer.
 
 
-def _trainer(config: Config, process: int, stop: threading.Event) -> None:
+def _trainer(config: Config, process: int | None, stop: threading.Event) -> None:
     from areal_jax import compilation
 
     compilation.enable_cache()
     with joined(config, process, stop) as processes:
-        (_lead if process == 0 else _follow)(config, processes, stop)
+        (_follow if processes.index else _lead)(config, processes, stop)
 
 
 @contextlib.contextmanager
-def joined(config: Config, process: int, stop: threading.Event) -> Iterator["Processes"]:
-    """The trainer's processes, of one mind on what they train; see `distributed.joined`."""
+def joined(config: Config, process: int | None, stop: threading.Event) -> Iterator["Processes"]:
+    """The trainer's processes, of which this is number `process`, of one mind on what they train.
+
+    None is what the cluster says, or 0; see `distributed.joined`.
+    """
     from areal_jax import distributed
 
     settings = config.trainer.distributed

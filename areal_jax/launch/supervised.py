@@ -49,16 +49,17 @@ Times are seconds since 1970; a version is the number of updates behind a set of
 """
 
 
-def run(config: Config, *, command: Sequence[str], process: int = 0) -> int:
+def run(config: Config, *, command: Sequence[str], process: int | None = None) -> int:
     """Trains to the end of the course, with its summary: 0 when it got there, 130 when it was interrupted.
 
-    `process` is which of trainer.distributed.processes this one is.
+    `process` is which of trainer.distributed.processes this one is (see `roles.joined`).
     """
     roles.pin(config.run.cores, "trainer", 0)
+    roles.end_with_parent()
     compilation.enable_cache()
     stop = threading.Event()
     with roles.joined(config, process, stop) as trainers:
-        return _follow(config, trainers, stop) if process else _lead(config, command, trainers, stop)
+        return _follow(config, trainers, stop) if trainers.index else _lead(config, command, trainers, stop)
 
 
 def _follow(config: Config, trainers: Processes, stop: threading.Event) -> int:

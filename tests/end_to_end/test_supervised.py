@@ -118,34 +118,28 @@ def test_a_dry_run_shows_an_example_and_no_generation(config):
     assert "    | start " in text and "    > a: " in text and "9 updates of 10 examples: 3.00 epochs" in text
 
 
-@pytest.mark.parametrize(
-    ("words", "told"),
-    [
-        (["--role=trainer"], "--role=trainer is a part of reinforcement learning, and supervised"),
-        (
-            ["--config.trainer.distributed.processes=2", "--config.trainer.distributed.coordinator=127.0.0.1:0"],
-            "config.trainer.distributed.processes=2: each process of supervised fine-tuning is started by itself",
-        ),
-    ],
-)
-def test_a_role_that_does_not_fit_is_refused(words, told):
-    status, _, err = job.end(job.start_command(["--config=configs/sft.py", *words]))
-    assert status == 2 and err.startswith(f"error: {told}")
+SEVERAL = ["--config.trainer.distributed.processes=2", "--config.trainer.distributed.coordinator=127.0.0.1:0"]
 
 
-def test_two_processes_imitate_as_one_does(finished, tmp_path):
+@pytest.mark.parametrize(("role", "words"), [("trainer", []), ("rollout", SEVERAL)])
+def test_a_role_that_does_not_fit_is_refused(role, words):
+    status, _, err = job.end(job.start_command(["--config=configs/sft.py", f"--role={role}", *words]))
+    assert status == 2 and err.startswith(f"error: --role={role} is a part of reinforcement learning, and supervised")
+
+
+def test_two_processes_that_one_command_starts_imitate_as_one_does(finished, tmp_path):
     """They read the same examples, and end with the same loss, held-out loss and parameters."""
     several = {
         **settings(finished[0].parent),
         "run.dir": str(tmp_path / "run"),
         "trainer.distributed.processes": 2,
-        "trainer.distributed.coordinator": f"127.0.0.1:{job.free_ports(1)[0]}",
+        "trainer.distributed.coordinator": "127.0.0.1:0",
     }
-    words = ["--config=configs/sft.py:own", "--role=trainer", *(f"--config.{k}={v}" for k, v in several.items())]
-    both = [job.start_command([*words, f"--process={i}"]) for i in (0, 1)]
-    ends = [job.end(process) for process in both]
-    assert [status for status, _, _ in ends] == [0, 0], ends
-    assert "held-out after" in ends[0][1] and "held-out" not in ends[1][1]
+    words = ["--config=configs/sft.py:own", *(f"--config.{k}={v}" for k, v in several.items())]
+    status, out, err = job.end(job.start_command(words))
+    assert status == 0, err
+    assert out.count("held-out after") == 1 and "process 0 of 2 of the trainer meets the others" in err
+    assert "process 1 of 2 of the trainer meets the others" in (tmp_path / "run/logs/trainer-1.log").read_text()
     for file, names in (("metrics", ("loss", "grad_norm", "tokens/trained")), ("evaluations", ("loss", "tokens"))):
         lines, expected = job.lines(tmp_path / "run", file), job.lines(finished[0], file)
         assert [line["version"] for line in lines] == [line["version"] for line in expected]

@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import pytest
+
 from areal_jax.config import build
 from areal_jax.launch import processes
 from areal_jax.launch.processes import Child
@@ -32,6 +34,12 @@ def test_every_process_of_the_trainer_is_started_and_meets_the_others_at_one_fre
     parts = dict(processes._parts(config))
     assert list(parts) == ["rollout", "trainer", "trainer-1", "trainer-2", "generator-0"]
     assert parts["trainer"] == ["--role=trainer"] and parts["trainer-2"] == ["--role=trainer", "--process=2"]
+
+
+def test_processes_that_a_cluster_starts_are_not_started_here():
+    config = build({"trainer": {"distributed": {"processes": 3, "coordinator": "auto"}}})
+    with pytest.raises(ValueError, match=r"coordinator=auto .* each with --role=trainer; 127.0.0.1:0 starts all"):
+        processes.with_ports(config)
 
 
 def test_one_trainer_needs_no_meeting_point():

@@ -200,6 +200,53 @@ def test_a_process_that_meets_nobody_says_so_and_ends(unused_port):
     )
 
 
+def start_under_slurm(place, port):
+    """A process that Slurm would have started as number `place`; it joins the others, and says who it is."""
+    code = (
+        "import threading; from areal_jax.distributed import joined\n"
+        "with joined('auto', index=None, count=2, timeout_s=60.0, stop=threading.Event()) as processes:\n"
+        "    print(processes.index, processes.of_first(f'from {processes.index}'))"
+    )
+    slurm = {"JOB_ID": "7", "STEP_NODELIST": "127.0.0.1", "NTASKS": "2", "PROCID": str(place), "LOCALID": str(place)}
+    environment = {**os.environ, "JAX_COORDINATOR_PORT": str(port)}
+    environment |= {f"SLURM_{name}": value for name, value in slurm.items()}
+    return subprocess.Popen(
+        [sys.executable, "-c", code],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+    )
+
+
+def test_processes_that_a_cluster_started_know_from_it_who_they_are(unused_port):
+    both = [start_under_slurm(place, unused_port) for place in (0, 1)]
+    ends = [process.communicate(timeout=60) for process in both]
+    assert [process.returncode for process in both] == [0, 0], ends
+    assert [out.splitlines()[-1] for out, _ in ends] == ["0 from 0", "1 from 0"]
+
+
+@pytest.mark.parametrize(
+    ("started", "index", "told"),
+    [
+        (None, None, "coordinator=auto is for processes that Slurm, .* give host:port of process 0, and --process"),
+        ("4", None, "processes=2, and the cluster says that this is process 1 of 4"),
+        ("2", 0, "processes=2 and --process=0, and the cluster says that this is process 1 of 2"),
+    ],
+)
+def test_a_cluster_that_says_otherwise_is_an_error(monkeypatch, started, index, told):
+    if started:
+        known = {"JOB_ID": "7", "STEP_NODELIST": "host", "NTASKS": started, "PROCID": "1", "LOCALID": "0"}
+        for name, value in known.items():
+            monkeypatch.setenv(f"SLURM_{name}", value)
+    with (
+        pytest.raises(ValueError, match=told),
+        joined("auto", index=index, count=2, timeout_s=1.0, stop=threading.Event()),
+    ):
+        pass
+
+
 @pytest.mark.slow
 def test_four_processes_train_as_one_does(tmp_path, alone):
     ends = run(tmp_path, 4)
