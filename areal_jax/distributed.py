@@ -249,13 +249,18 @@ def _initialize(coordinator: str, index: int, count: int, timeout_s: float) -> N
             shutdown_timeout_seconds=math.ceil(timeout_s),
         )
         jax.devices()  # which all of them make together, so before anyone waits for anything else
-        if jax.process_index() != index:
-            raise ValueError(
-                f"--process={index}, and the accelerators of this host belong to process {jax.process_index()}; give "
-                f"the number that they have, or config.trainer.distributed.coordinator={AUTO} and no --process"
-            )
+        _check_devices(index)
     finally:
         late.cancel()
+
+
+def _check_devices(index: int) -> None:
+    """The hosts of a TPU slice have numbers of their own, by which JAX then goes."""
+    if jax.process_index() != index:
+        raise ValueError(
+            f"--process={index}, and the accelerators of this host belong to process {jax.process_index()}; give the "
+            f"number that they have, or config.trainer.distributed.coordinator={AUTO} and no --process"
+        )
 
 
 class _Path:

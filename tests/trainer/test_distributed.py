@@ -11,11 +11,13 @@ import threading
 import time
 from typing import NamedTuple
 
+import jax
 import numpy as np
 import optax
 import pytest
 from jax._src.distributed import global_state
 
+from areal_jax import distributed
 from areal_jax.distributed import Processes, joined
 from areal_jax.metrics import METRICS
 from areal_jax.trainer import shared
@@ -245,6 +247,13 @@ def test_a_cluster_that_says_otherwise_is_an_error(monkeypatch, started, index, 
         joined("auto", index=index, count=2, timeout_s=1.0, stop=threading.Event()),
     ):
         pass
+
+
+def test_a_number_that_is_not_that_of_the_accelerators_is_an_error(monkeypatch):
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
+    distributed._check_devices(1)
+    with pytest.raises(ValueError, match="--process=0, and the accelerators of this host belong to process 1; give"):
+        distributed._check_devices(0)
 
 
 @pytest.mark.slow
