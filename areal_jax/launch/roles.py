@@ -354,7 +354,8 @@ def http_server(config: Config, index: int) -> Iterator["Callable[[Scheduler], N
     from areal_jax.transport.http_server import HttpServer, Model
 
     tokenizer = Tokenizer.load(model_directory(config.model.path))
-    model = Model(served_name(config.model.path), tokenizer, config.cache_length)
+    name = served_name(config.model.path)
+    model = Model(name, tokenizer, config.cache_length, config.generation.top_logprobs)
     server = HttpServer(model, address=config.generation.http_addresses[index], token=token())
     log.info("model %s is not ready yet on %s", model.name, server.url)
 

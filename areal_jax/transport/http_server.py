@@ -48,11 +48,12 @@ class Scheduler(generation_service.Scheduler, prometheus.Observed, Protocol):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Model:
-    """What is served: the name that requests give, its tokenizer, and the tokens a sequence may have."""
+    """What is served: its name in requests, its tokenizer, and the most tokens of a sequence, alternatives of each."""
 
     name: str
     tokenizer: Tokenizer
     max_length: int
+    top_logprobs: int = 0
 
 
 class HttpServer:
@@ -205,7 +206,8 @@ class HttpServer:
             body = json.loads(await request.read())
         except ValueError as error:  # not JSON, or not UTF-8
             raise ApiError(400, f"the body is not JSON: {error}") from error
-        asked = read(body, self._model.tokenizer, max_length=self._model.max_length)
+        model = self._model
+        asked = read(body, model.tokenizer, max_length=model.max_length, top_logprobs=model.top_logprobs)
         self._check_model(asked.model)
         answer = Answer(asked, self._model.name, self._model.tokenizer)
         async with contextlib.aclosing(parts(scheduler, asked, answer)) as arriving:

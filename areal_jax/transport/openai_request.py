@@ -26,7 +26,7 @@ from areal_jax.types import GenerateRequest, Sampling
 
 MAX_TOKENS = 16  # of a completion that does not say: OpenAI's default; a chat answer may fill the context
 MAX_CHOICES = 128  # OpenAI's limit of n
-MAX_ALTERNATIVES = 20  # OpenAI's limit of top_logprobs; a server may have a lower one, `generation.top_logprobs`
+MAX_ALTERNATIVES = 20  # OpenAI's limit of top_logprobs
 LEAST_TEMPERATURE = 1e-3
 # RL's prompts have uids from 0 on and far below this, evaluation's too; sampling keys see 32 bits of a uid.
 FIRST_UID = 2**31
@@ -162,19 +162,19 @@ def _shown(value: Any) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
-def read_completion(body: Any, tokenizer: Tokenizer, *, max_length: int) -> Asked:
-    """A request of /v1/completions. Raises ApiError."""
+def read_completion(body: Any, tokenizer: Tokenizer, *, max_length: int, top_logprobs: int) -> Asked:
+    """A request of /v1/completions, to a server of at most these. Raises ApiError."""
     fields = Fields(body)
     prompts = _prompts(fields.take("prompt", (str, list)), tokenizer)
-    wants_logprobs = fields.number("logprobs", int, None, 0, MAX_ALTERNATIVES)
+    wants_logprobs = _alternatives(fields, "logprobs", None, top_logprobs)
     longest = max(map(len, prompts))
     max_tokens = fields.number("max_tokens", int, min(MAX_TOKENS, max(1, max_length - longest)), 1, math.inf)
     _check_length("prompt", longest, max_tokens, max_length)
     return _asked(fields, tokenizer, prompts, max_tokens, chat=False, logprobs=wants_logprobs)
 
 
-def read_chat(body: Any, tokenizer: Tokenizer, *, max_length: int) -> Asked:
-    """A request of /v1/chat/completions. Raises ApiError."""
+def read_chat(body: Any, tokenizer: Tokenizer, *, max_length: int, top_logprobs: int) -> Asked:
+    """A request of /v1/chat/completions, to a server of at most these. Raises ApiError."""
     fields = Fields(body)
     messages = _messages(fields.take("messages", list))
     variables = fields.take("chat_template_kwargs", dict, {})
@@ -187,7 +187,7 @@ def read_chat(body: Any, tokenizer: Tokenizer, *, max_length: int) -> Asked:
     except ValueError as error:
         raise ApiError(400, f"{error}; /v1/completions takes a prompt as it is", param="messages") from error
     wants_logprobs = fields.take("logprobs", bool, False)
-    alternatives = fields.number("top_logprobs", int, 0, 0, MAX_ALTERNATIVES)
+    alternatives = _alternatives(fields, "top_logprobs", 0, top_logprobs)
     if alternatives and not wants_logprobs:
         raise ApiError(400, f"top_logprobs={alternatives} needs logprobs=true", param="top_logprobs")
     limits = [fields.number(name, int, None, 1, math.inf) for name in ("max_tokens", "max_completion_tokens")]
@@ -198,6 +198,16 @@ def read_chat(body: Any, tokenizer: Tokenizer, *, max_length: int) -> Asked:
     _check_length("messages", len(prompt), max_tokens, max_length)
     logprobs = alternatives if wants_logprobs else None
     return _asked(fields, tokenizer, [np.array(prompt, np.int32)], max_tokens, chat=True, logprobs=logprobs)
+
+
+def _alternatives(fields: Fields, name: str, default: int | None, most: int) -> int | None:
+    """How many of the likeliest tokens are shown beside each that was sampled."""
+    given: int | None = fields.number(name, int, default, 0, MAX_ALTERNATIVES)
+    if given is not None and given > most:
+        raise ApiError(
+            400, f"{name}={given}: this server shows at most {most} alternatives (generation.top_logprobs)", param=name
+        )
+    return given
 
 
 def _asked(

@@ -29,7 +29,7 @@ class ByteTokenizer(FakeTokenizer):
 
 
 def make_server(scheduler, **options):
-    server = HttpServer(Model(NAME, ByteTokenizer(), 64), **{"address": "127.0.0.1:0", **options})
+    server = HttpServer(Model(NAME, ByteTokenizer(), 64, 20), **{"address": "127.0.0.1:0", **options})
     if scheduler is not None:
         server.serve(scheduler)
     return server
@@ -316,13 +316,15 @@ def test_before_the_engine_is_warm_it_lives_but_is_not_ready():
 
 def test_a_seed_is_a_uid_of_its_own_range_and_its_absence_another_one_each_time():
     read = lambda **fields: read_completion(  # noqa: E731
-        {"model": NAME, "prompt": ["a", "a"], **fields}, ByteTokenizer(), max_length=64
+        {"model": NAME, "prompt": "a", **fields}, ByteTokenizer(), max_length=64, top_logprobs=0
     )
-    once, again, other, unset, fresh = (read(seed=5), read(seed=5), read(seed=6), read(), read())
+    two = ["a", "a"]
+    once, again, other = (read(prompt=two, seed=seed) for seed in (5, 5, 6))
+    unset, fresh = read(prompt=two), read(prompt=two)
     keys = lambda asked: [(r.sampling.seed, r.uid) for r in asked.requests]  # noqa: E731
     assert keys(once) == keys(again)
     assert len({*keys(once), *keys(other), *keys(unset), *keys(fresh)}) == 8  # also the two prompts of one request
-    assert keys(once)[0] == keys(read_completion({"model": NAME, "prompt": "a", "seed": 5}, ByteTokenizer(), max_length=64))[0]  # fmt: skip  # noqa: E501
+    assert keys(once)[0] == keys(read(seed=5))[0]
     for seed in (0, -1, 2**63, 2**200):
         key, uid = sampling_identity(seed, 0)
         assert 0 <= key < 2**32 and FIRST_UID <= uid < 2**32

@@ -31,7 +31,7 @@ def scheduler():
 
 @pytest.fixture
 def server(scheduler, tokenizer):
-    made = HttpServer(Model(NAME, tokenizer, tiny.LENGTH), address="127.0.0.1:0")
+    made = HttpServer(Model(NAME, tokenizer, tiny.LENGTH, tiny.TOP_LOGPROBS), address="127.0.0.1:0")
     made.serve(scheduler)
     yield made
     made.stop()
@@ -155,11 +155,14 @@ def test_a_chats_alternatives_are_of_the_distribution_that_is_drawn_from(client,
         assert len(logprobs) < 2 or np.exp(logprobs).sum() == pytest.approx(1.0, abs=1e-5)
 
 
-def test_more_alternatives_than_the_server_gives_are_refused(client):
-    with pytest.raises(
-        openai.BadRequestError, match="top_logprobs=5 must be at least 0 and at most generation.top_log"
-    ):
-        chat(client, logprobs=True, top_logprobs=5)
+@pytest.mark.parametrize(
+    ("ask", "fields", "name"),
+    [(chat, {"logprobs": True, "top_logprobs": 5}, "top_logprobs"), (complete, {"logprobs": 5}, "logprobs")],
+)
+def test_more_alternatives_than_the_server_gives_are_refused(client, ask, fields, name):
+    with pytest.raises(openai.BadRequestError, match=f" {name}=5: this server shows at most 4 alternatives") as caught:
+        ask(client, **fields)
+    assert caught.value.param == name
 
 
 @pytest.mark.parametrize("ask", [complete, chat])

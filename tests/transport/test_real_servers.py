@@ -48,7 +48,7 @@ def channel(address):
 
 @pytest.fixture
 def server(scheduler):
-    made = HttpServer(Model(NAME, tiny.tokenizer(), tiny.LENGTH), address="127.0.0.1:0")
+    made = HttpServer(Model(NAME, tiny.tokenizer(), tiny.LENGTH, tiny.TOP_LOGPROBS), address="127.0.0.1:0")
     made.serve(scheduler)
     yield made
     made.stop()
@@ -185,7 +185,7 @@ def test_metrics_are_those_of_a_schedule_worked_out_by_hand():
     """
     clock, scrapes = Clock(), []
     scheduler = Scheduler(tiny.engine(), tiny.engine().load(tiny.params_of(0), 0), clock=clock)
-    server = HttpServer(Model(NAME, tiny.tokenizer(), tiny.LENGTH), address="127.0.0.1:0")
+    server = HttpServer(Model(NAME, tiny.tokenizer(), tiny.LENGTH, tiny.TOP_LOGPROBS), address="127.0.0.1:0")
     server.serve(scheduler)
     new = tiny.params_of(1)
 

@@ -24,7 +24,7 @@ from areal_jax.tokenizer import Tokenizer
 from areal_jax.transport.http_server import HttpServer
 from areal_jax.types import Chunk, GenerateRequest, Sampling
 
-NAME, EOS, SLOTS, LENGTH = "tiny", 256, 4, 96
+NAME, EOS, SLOTS, LENGTH, TOP_LOGPROBS = "tiny", 256, 4, 96, 4
 CONFIG = TransformerConfig(
     vocab_size=260, live_vocab=259, d_model=16, layers=1, heads=4, kv_heads=2, head_size=8, d_ff=32, qk_norm=True
 )
@@ -55,7 +55,7 @@ def tokenizer() -> Tokenizer:
 def engine() -> Engine:
     """Four slots of 96 tokens, two tokens per dispatch."""
     sizes = {"slots": SLOTS, "max_length": LENGTH, "length_buckets": (LENGTH,), "prefill_rows": 2, "decode_steps": 2}
-    options = EngineOptions(**sizes, top_logprobs=4)
+    options = EngineOptions(**sizes, top_logprobs=TOP_LOGPROBS)
     return Engine(CONFIG, options, tokenizer=tokenizer())
 
 
