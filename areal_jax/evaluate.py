@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from absl import app, flags
 
 from areal_jax import config as config_lib
-from areal_jax import host_memory
+from areal_jax import config_rules, host_memory
 from areal_jax.launch import command_line
 
 _CONFIG = command_line.define_config()
@@ -27,7 +27,7 @@ def main(argv: Sequence[str]) -> int:
         raise app.UsageError(f"unexpected arguments {argv[1:]}; options look like --config.eval.samples=32")
     with command_line.plain_errors():
         config = config_lib.build(_CONFIG.value)
-        config_lib.check_evaluation(config)
+        config_rules.check_evaluation(config)
 
         from areal_jax.launch import evaluation  # with jax, which takes seconds: a mistake above is told before
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from absl import app, flags
 
 from areal_jax import config as config_lib
-from areal_jax import host_memory, metrics
+from areal_jax import config_rules, host_memory, metrics
 from areal_jax.config import Config
 from areal_jax.hub import find_model, model_directory
 from areal_jax.launch import command_line
@@ -41,13 +41,13 @@ def main(argv: Sequence[str]) -> int:
     with command_line.plain_errors():
         config = config_lib.build(_CONFIG.value)
         if _ROLE.value == "generator":  # also by itself, for a model without data or training
-            config_lib.check_serving(config)
+            config_rules.check_serving(config)
         else:
-            config_lib.check(config)
+            config_rules.check(config)
             if config.sft.data and not _DRY_RUN.value:
                 check_supervised_role(config, _ROLE.value)
             if not _DRY_RUN.value:
-                config_lib.check_packages(config)
+                config_rules.check_packages(config)
         if config.metrics.wandb:
             metrics.require_wandb()
     if _DRY_RUN.value and _ROLE.value == "generator":
