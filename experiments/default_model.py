@@ -16,7 +16,7 @@ import numpy as np
 from absl import app
 
 from areal_jax import compilation, config
-from areal_jax.launch import roles
+from areal_jax.launch import generation_server, roles
 from areal_jax.launch.threads import LocalGenerate
 from areal_jax.rewards.final_answer import final_answer
 from areal_jax.rollout.evaluation import Evaluation, askable, evaluate, plan
@@ -38,7 +38,7 @@ def main(argv: Sequence[str]) -> None:
     out = pathlib.Path(_OUT.value).absolute()
     out.mkdir(parents=True, exist_ok=True)
     settings = config.build(math.get_config())
-    scheduler = roles.make_scheduler(settings)
+    scheduler = generation_server.make_scheduler(settings)
     sampled = asyncio.run(ask(settings, LocalGenerate(scheduler), samples=SAMPLES, temperature=1.0))
     greedy = asyncio.run(ask(settings, LocalGenerate(scheduler), samples=1, temperature=0.0))
     scheduler.stop()

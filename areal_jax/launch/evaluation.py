@@ -32,7 +32,7 @@ from areal_jax import compilation
 from areal_jax import config as config_lib
 from areal_jax.config import Config
 from areal_jax.hub import model_directory
-from areal_jax.launch import processes, roles, run_files
+from areal_jax.launch import generation_server, processes, roles, run_files
 from areal_jax.launch.evaluation_page import Progress, page
 from areal_jax.launch.threads import LocalGenerate
 from areal_jax.metrics import JsonlWriter
@@ -117,7 +117,7 @@ def _measure(
         progress.add(record)
 
     with roles.make_scorer(config) as scorer:
-        scheduler = roles.make_scheduler(_alone(config))
+        scheduler = generation_server.make_scheduler(_alone(config))
         try:
             evaluation = asyncio.run(
                 evaluate(

@@ -43,7 +43,7 @@ from areal_jax.algorithms.packing import Layout, make_layout
 from areal_jax.config import Config
 from areal_jax.generation import placement
 from areal_jax.generation.buckets import HELD, PrefillShapes, default_buckets
-from areal_jax.launch import roles
+from areal_jax.launch.model_config import model_config, supervised_model_config
 from areal_jax.models import decode, sharding, transformer
 from areal_jax.models.huggingface import load_config
 from areal_jax.models.transformer import TransformerConfig
@@ -75,7 +75,7 @@ def find_model_config(config: Config) -> TransformerConfig | None:
 
     Raises ValueError when the model is here and not of the shape that the config gives.
     """
-    return _find(config, roles.model_config)
+    return _find(config, model_config)
 
 
 def _find(config: Config, read: Callable[[Config], TransformerConfig]) -> TransformerConfig | None:
@@ -105,7 +105,7 @@ def report(config: Config, *, devices: int = 0) -> str:
 
 def supervised_report(config: Config, *, devices: int = 0) -> str:
     """The part of the plan that supervised fine-tuning needs: a trainer that publishes nothing."""
-    model = _find(config, roles.supervised_model_config)
+    model = _find(config, supervised_model_config)
     if model is None:
         return _unknown(config)
     mesh = abstract_mesh(config, devices)

@@ -23,8 +23,8 @@ from areal_jax import config as config_lib
 from areal_jax import weights
 from areal_jax.config import Config
 from areal_jax.launch import run_files
+from areal_jax.launch.child import PARENT
 from areal_jax.launch.display import Display
-from areal_jax.launch.roles import PARENT
 
 CONFIG_FILE = pathlib.Path(config_lib.__file__).resolve()
 POLL_S = 0.5  # between two looks at the children and at the run's files

@@ -18,7 +18,8 @@ from areal_jax import config as config_lib
 from areal_jax.config import Config
 from areal_jax.distributed import Processes
 from areal_jax.hub import model_directory
-from areal_jax.launch import processes, roles, run_files, summary, supervised_page, threads
+from areal_jax.launch import child, processes, roles, run_files, summary, supervised_page, threads
+from areal_jax.launch.model_config import supervised_model_config
 from areal_jax.metrics import JsonlWriter, Writer
 from areal_jax.models.safetensors_files import read_params
 from areal_jax.models.transformer import TransformerConfig
@@ -54,8 +55,8 @@ def run(config: Config, *, command: Sequence[str], process: int | None = None) -
 
     `process` is which of trainer.distributed.processes this one is (see `roles.joined`).
     """
-    roles.pin(config.run.cores, "trainer", 0)
-    roles.end_with_parent()
+    child.pin(config.run.cores, "trainer", 0)
+    child.end_with_parent()
     compilation.enable_cache()
     stop = threading.Event()
     with roles.joined(config, process, stop) as trainers:
@@ -72,13 +73,13 @@ def _follow(config: Config, trainers: Processes, stop: threading.Event) -> int:
         return OwnTimes(config.run_dir, trainers.index, version=version)
 
     with threads.stop_on_signals(stop):
-        _fit(config, roles.supervised_model_config(config), {}, open_log, lambda line: None, stop, trainers)
+        _fit(config, supervised_model_config(config), {}, open_log, lambda line: None, stop, trainers)
     return 0
 
 
 def _lead(config: Config, command: Sequence[str], trainers: Processes, stop: threading.Event) -> int:
     directory = config.run_dir
-    shape, data = roles.supervised_model_config(config), load(config)
+    shape, data = supervised_model_config(config), load(config)
     course = sft.make_course(config, len(data["train"].examples))
     finished = summary.finished(directory, course.updates)
     trainers.of_first("" if finished else "the others train, too")

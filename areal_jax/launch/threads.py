@@ -25,8 +25,9 @@ from areal_jax import config as config_lib
 from areal_jax.config import Config
 from areal_jax.distributed import Processes
 from areal_jax.generation.scheduler import Scheduler
-from areal_jax.launch import processes, roles, run_files
+from areal_jax.launch import generation_server, processes, roles, run_files
 from areal_jax.launch.display import Display
+from areal_jax.launch.model_config import model_config
 from areal_jax.rollout.local_queue import LocalQueue
 from areal_jax.trainer import loop
 from areal_jax.transport.generation_service import completions
@@ -54,9 +55,9 @@ def run(config: Config, *, command: Sequence[str]) -> int:
 
 def _run_parts(config: Config, stop: threading.Event, display: Display) -> None:
     ending = threading.Event()  # of all parts: asked to, or one has failed
-    loop.build(config, roles.model_config(config))  # what does not fit is told before all compiles
-    with roles.http_server(config, 0) as open_http:
-        scheduler = roles.make_scheduler(config)
+    loop.build(config, model_config(config))  # what does not fit is told before all compiles
+    with generation_server.http_server(config, 0) as open_http:
+        scheduler = generation_server.make_scheduler(config)
         open_http(scheduler)
         _run_around(scheduler, config, stop, ending, display)
 
@@ -78,7 +79,7 @@ def _run_around(
     def train() -> None:
         roles.train(config, queue, send, ending, Processes())
 
-    parts = (control, train, lambda: roles.report_generation(scheduler, config.run_dir, 0, ending))
+    parts = (control, train, lambda: generation_server.report_generation(scheduler, config.run_dir, 0, ending))
     with ThreadPoolExecutor(len(parts)) as threads:
         running = [threads.submit(part) for part in parts]
         try:

@@ -10,7 +10,7 @@ import pytest
 
 from areal_jax import config as config_lib
 from areal_jax import export
-from areal_jax.launch import roles
+from areal_jax.launch import generation_server, roles
 from areal_jax.launch.threads import LocalGenerate
 from areal_jax.models.huggingface import load_config
 from areal_jax.models.safetensors_files import load_model
@@ -48,7 +48,7 @@ def our_answers(model):
     settings, tokenizer = settings_of(model), Tokenizer.load(model)
     prompts = list(itertools.islice(roles.load_prompts(settings, "held_out", tokenizer), PROMPTS))
     sampling = Sampling(settings.rollout.max_new_tokens, temperature=0.0, stop_tokens=tokenizer.eos_ids)
-    scheduler = roles.make_scheduler(settings)
+    scheduler = generation_server.make_scheduler(settings)
 
     async def ask():
         generate = LocalGenerate(scheduler)

@@ -10,7 +10,7 @@ import pytest
 
 from areal_jax import config as config_lib
 from areal_jax.generation.engine import Engine, EngineOptions
-from areal_jax.launch import roles
+from areal_jax.launch.model_config import model_config
 from areal_jax.models.safetensors_files import load_model, read_params
 from configs import math
 
@@ -39,7 +39,7 @@ def copy_of_model(directory, words: int) -> pathlib.Path:
 
 @pytest.mark.parametrize(("tensor", "rows"), [(1, 97), (2, 98), (8, 104), (-1, 97)])
 def test_the_vocabulary_is_padded_to_what_the_trainers_tensor_axis_divides(tensor, rows):
-    shape = roles.model_config(settings(data=1, tensor=tensor))
+    shape = model_config(settings(data=1, tensor=tensor))
     assert (shape.vocab_size, shape.vocab_rows, shape.live_rows) == (WORDS, rows, WORDS)
 
 
@@ -47,37 +47,37 @@ def test_the_vocabulary_is_padded_to_what_the_trainers_tensor_axis_divides(tenso
 def test_the_vocabulary_fits_the_tensor_axes_of_trainer_and_servers(trainer, generation, rows):
     config = settings(data=1, tensor=trainer)
     config = dataclasses.replace(config, generation=dataclasses.replace(config.generation, tensor=generation))
-    assert roles.model_config(config).vocab_rows == rows
+    assert model_config(config).vocab_rows == rows
 
 
 def test_a_run_may_do_without_kernels():
     config = settings()
-    assert roles.model_config(config).kernels == "auto"
+    assert model_config(config).kernels == "auto"
     plain = dataclasses.replace(config, model=dataclasses.replace(config.model, attention="plain"))
-    assert roles.model_config(plain).kernels == "plain"
+    assert model_config(plain).kernels == "plain"
 
 
 def test_ids_that_the_tokenizer_does_not_define_are_not_live(tmp_path):
-    shape = roles.model_config(settings(copy_of_model(tmp_path / "model", words=90)))
+    shape = model_config(settings(copy_of_model(tmp_path / "model", words=90)))
     assert (shape.vocab_size, shape.vocab_rows, shape.live_rows) == (WORDS, WORDS, 90)
 
 
 def test_a_tokenizer_with_more_ids_than_the_model_is_refused(tmp_path):
     with pytest.raises(ValueError, match="tokenizer defines 99 token ids, and config.json has vocab_size=97"):
-        roles.model_config(settings(copy_of_model(tmp_path / "model", words=99)))
+        model_config(settings(copy_of_model(tmp_path / "model", words=99)))
 
 
 def test_sequences_longer_than_the_model_was_made_for_are_refused():
     values = math.get_config()
     values.data.max_prompt_tokens, values.rollout.max_new_tokens = 64, 64  # 128, max_position_embeddings of the model
-    assert roles.model_config(config_lib.build(values)).max_positions == 128
+    assert model_config(config_lib.build(values)).max_positions == 128
     values.eval.max_new_tokens = 65
     with pytest.raises(ValueError, match=r"longest sequence has 129 tokens .*max_position_embeddings=128"):
-        roles.model_config(config_lib.build(values))
+        model_config(config_lib.build(values))
 
 
 def test_an_engine_takes_weights_that_are_in_their_places_without_a_copy():
-    shape = roles.model_config(settings(tensor=2))
+    shape = model_config(settings(tensor=2))
     engine = Engine(shape, EngineOptions(slots=1, max_length=32, dtype="bfloat16"))
     params = read_params(MODEL, shape, engine.places)
     loaded = engine.load(params, 0).params

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from areal_jax.launch import perfetto, roles, run_files
+from areal_jax.launch import generation_server, perfetto, run_files
 from areal_jax.launch.run_files import Run
 from areal_jax.rewards.timed import TimedScorer
 from areal_jax.telemetry import Activity, Swap
@@ -178,7 +178,7 @@ def test_a_servers_waits_and_swaps_are_written_with_the_time_of_day():
     with Scheduler.activity.waiting():
         time.sleep(0.02)
     Scheduler.activity.swapped(Swap(4, time.monotonic(), 0.5, 0.25, 9))
-    line, now = roles._take_activity(Scheduler()), time.time()
+    line, now = generation_server._take_activity(Scheduler()), time.time()
     ((begin, end),) = line["waits"]
     assert now - 5 < begin <= end - 0.02 < end <= line["swapped"][0]["time"] + 1e-3 <= now + 2e-3
     assert line["swapped"][0]["version"] == 4 and line["swapped"][0]["recomputed_tokens"] == 9

@@ -13,7 +13,8 @@ from areal_jax import weights
 from areal_jax.algorithms.packing import make_layout
 from areal_jax.config import build
 from areal_jax.generation.engine import Engine, EngineOptions
-from areal_jax.launch import plan, roles
+from areal_jax.launch import plan
+from areal_jax.launch.model_config import model_config
 from areal_jax.models import sharding
 from areal_jax.models.transformer import TransformerConfig, init_params
 from areal_jax.trainer import lora, state, step
@@ -263,7 +264,7 @@ def test_a_model_that_disagrees_with_its_shape_is_refused_by_the_plan_and_by_the
     (tmp_path / "same.json").write_text(json.dumps(content))
     (tmp_path / "other.json").write_text(json.dumps(content | {"rms_norm_eps": 0.5}))
     plan.report(a_config(model={"path": str(MODEL), "shape": str(tmp_path / "same.json")}))
-    for use in (plan.report, roles.model_config):
+    for use in (plan.report, model_config):
         with pytest.raises(ValueError, match=r"has norm_eps=1e-0\d, where .*other.json says 0.5 \(1 such fields"):
             use(a_config(model={"path": str(MODEL), "shape": str(tmp_path / "other.json")}))
 
