@@ -189,7 +189,7 @@ def joined(
             with contextlib.suppress(JaxRuntimeError):  # process 0 is gone, and all the others know it
                 Processes(index, count).tell(str(index), f"{type(error).__name__}: {error}")
         log.error("process %d of the trainer fails, and the others end with it", index)
-        if isinstance(error, JaxRuntimeError):
+        if isinstance(error, JaxRuntimeError) or "Gloo" in str(error):  # which comes as a ValueError, too
             error.add_note("If a connection was closed or reset, another process ended first: its log says why.")
         raise
     finally:

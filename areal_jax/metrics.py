@@ -71,7 +71,10 @@ METRICS: dict[str, tuple[str, str]] = {
         "",
     ),
     "grad_norm": ("global norm before clipping, mean over minibatches", "update/grad_norm"),
-    "updates/skipped": ("optimizer updates left out because their gradient was not finite, so far", ""),
+    "updates/skipped": (
+        "optimizer updates left out because their gradient was not finite, since this start",
+        "",
+    ),
     "lr": ("learning rate of the step's last update", "update/lr"),
     "ratio/mean": ("pi_theta / pi_prox, mean over computed tokens", "update/importance_weight/avg"),
     "ratio/clipped": ("share of computed tokens at the clip, where no gradient flows", "update/clip_ratio/avg"),

@@ -341,10 +341,13 @@ class Publisher:
         self._running: Future[None] | None = None
         self.last: dict[str, float] = {}
 
-    def publish(self, params: Mapping[str, Any], version: int) -> None:
-        """Starts sending `params`, a copy that nobody will donate; before, waits for the last publish or its error."""
+    def publish(self, export: Callable[[], Mapping[str, Any]], version: int) -> None:
+        """Waits for the last publish or its error, and then starts to send what `export` gives.
+
+        That is a copy of the params which nobody will donate: made only now, so that there is one of them at a time.
+        """
         self._wait()
-        self._running = self._thread.submit(self._run, params, version)
+        self._running = self._thread.submit(self._run, export(), version)
 
     def close(self) -> None:
         """Waits for the publish under way and raises its error."""

@@ -180,7 +180,7 @@ class Sides:
         """Seconds by stage, "total" among them, of a publish up to its announcement."""
         publisher = weights.Publisher(self.sources[transport], lambda version: None)
         self.version += 1
-        publisher.publish(self.params, self.version)
+        publisher.publish(lambda: self.params, self.version)
         publisher.close()
         return publisher.last
 

@@ -345,7 +345,7 @@ def test_staleness_0_with_a_slow_weight_update_never_starts_early_and_never_star
     for version in range(steps):
         batch = queue.get(version, timeout_s=5)
         assert {int(v) for t in batch for v in t.versions} == {version}
-        publisher.publish({}, version + 1)
+        publisher.publish(dict, version + 1)
     publisher.close()
     queue.get(steps, timeout_s=5)  # what the last version opened the gate for
     queue.announce(steps, finished=True)

@@ -423,10 +423,12 @@ def test_publish_returns_at_once_sends_one_at_a_time_and_announces_last():
 
     lines = []
     publisher = Publisher(send, lambda version: events.append(("announced", version)), record=lines.append)
-    publisher.publish({}, 1)
+    publisher.publish(dict, 1)
     assert events == lines == []
     threading.Timer(0.1, may_send.set).start()
-    publisher.publish({}, 2)  # waits for the first
+    of_second = []
+    publisher.publish(lambda: of_second.append(len(events)) or {}, 2)  # waits for the first
+    assert of_second == [2]  # no copy is made beside the one that is still sent
     assert events[:2] == [("sent", 1), ("announced", 1)]
     publisher.close()
     assert events == [("sent", 1), ("announced", 1), ("sent", 2), ("announced", 2)]
@@ -443,10 +445,10 @@ def test_a_failed_publish_is_never_announced_and_its_error_reaches_the_next_call
         raise ValueError("version 1 was refused: a wrong tree")
 
     publisher = Publisher(send, announced.append)
-    publisher.publish({}, 1)
+    publisher.publish(dict, 1)
     with pytest.raises(ValueError, match="a wrong tree"):
-        publisher.publish({}, 2)
-    publisher.publish({}, 3)
+        publisher.publish(dict, 2)
+    publisher.publish(dict, 3)
     with pytest.raises(ValueError, match="a wrong tree"):
         publisher.close()
     assert announced == []
@@ -459,7 +461,7 @@ def test_a_failed_publish_is_told_at_once():
 
     told = threading.Event()
     publisher = Publisher(send, lambda version: None, failed=told.set)
-    publisher.publish({}, 1)
+    publisher.publish(dict, 1)
     assert told.wait(10)  # the trainer may be waiting for a batch that never comes
     with pytest.raises(ConnectionError, match="no server holds version 1"):
         publisher.close()
@@ -467,6 +469,6 @@ def test_a_failed_publish_is_told_at_once():
 
 def test_publisher_leaves_no_thread_behind():
     publisher = Publisher(lambda params, version: time.sleep(0.01), lambda version: None)
-    publisher.publish({}, 1)
+    publisher.publish(dict, 1)
     publisher.close()
     assert not [t for t in threading.enumerate() if t.name.startswith("publisher")]

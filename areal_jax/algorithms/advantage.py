@@ -33,20 +33,25 @@ def trajectory_advantages(
         A = (r - mean(r)) / (std(r) + STD_EPS), over the batch or within each group
 
     `group_baseline` first subtracts the group's mean reward. `std` divides squared deviations by n ("population") or
-    n - 1 ("sample"), or is left out ("none"). A group (or batch) of equal rewards gets zeros.
+    n - 1 ("sample"), or is left out ("none"). A group (or batch) of equal rewards gets zeros, to the bit: by that they
+    are known to have no gradient.
 
     Raises ValueError when a group does not have `group_size` members: a partial group has the wrong mean.
     """
     assert rewards_B.shape == uids_B.shape and rewards_B.ndim == 1
     _check_whole_groups(uids_B, group_size)
     advantages_B = rewards_B.astype(np.float64)
-    groups = [np.flatnonzero(uids_B == uid) for uid in np.unique(uids_B)]
+    groups, whole = [np.flatnonzero(uids_B == uid) for uid in np.unique(uids_B)], [np.arange(len(rewards_B))]
     if group_baseline:
         for group in groups:
             advantages_B[group] -= advantages_B[group].mean()
     if normalize != "none":
-        for part in groups if normalize == "group" else [np.arange(len(rewards_B))]:
+        for part in groups if normalize == "group" else whole:
             advantages_B[part] = _standardize(advantages_B[part], std)
+    if group_baseline or normalize != "none":
+        for part in groups if group_baseline or normalize == "group" else whole:
+            if len(part) and np.ptp(rewards_B[part]) == 0:
+                advantages_B[part] = 0.0  # means are rounded
     return advantages_B.astype(np.float32)
 
 

@@ -48,12 +48,30 @@ def sum_of_products(left: Array, right: Array) -> Array:
     return jnp.matmul(products, jnp.ones(products.shape[-1]))
 
 
-def sum_over_tokens(array: Array) -> Array:
-    """The sum over all axes but the last, in float32."""
-    numbers = _matrix(array.astype(jnp.float32), array.ndim - 1)
+def sum_over_tokens(array: Array, tokens: int) -> Array:
+    """The sum over the first `tokens` axes, in float32."""
+    numbers = array.astype(jnp.float32)
     if jax.default_backend() != "cpu":
-        return jnp.sum(numbers, axis=0)
-    return jnp.matmul(jnp.ones(len(numbers)), numbers)
+        return jnp.sum(numbers, axis=tuple(range(tokens)))
+    rows = _matrix(numbers, tokens)
+    return jnp.matmul(jnp.ones(len(rows)), rows).reshape(array.shape[tokens:])
+
+
+@jax.custom_vjp
+def add_bias(x: Array, bias: Array) -> Array:
+    """x + bias, which has the last axes of x; its gradient is summed over tokens in float32 and rounded after."""
+    return x + bias
+
+
+def _add_bias_forward(x: Array, bias: Array) -> tuple[Array, Array]:
+    return x + bias, bias
+
+
+def _add_bias_backward(bias: Array, out: Array) -> tuple[Array, Array]:
+    return out, sum_over_tokens(out, out.ndim - bias.ndim).astype(bias.dtype)
+
+
+add_bias.defvjp(_add_bias_forward, _add_bias_backward)
 
 
 def _matrix(array: Array, rows: int) -> Array:

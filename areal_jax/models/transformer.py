@@ -31,7 +31,7 @@ from jax import Array
 
 from areal_jax.models import attention
 from areal_jax.models.attention import PLAIN, Kernels
-from areal_jax.models.products import ROUNDED, product, product_in_float32, sum_of_products, sum_over_tokens
+from areal_jax.models.products import ROUNDED, add_bias, product, product_in_float32, sum_of_products, sum_over_tokens
 
 Params = dict[str, Array]
 AnyArray = TypeVar("AnyArray", np.ndarray, Array)
@@ -133,7 +133,9 @@ def _rms_norm_backward(eps: float, saved: tuple[Array, Array, Array], out: Array
     normed = x.astype(jnp.float32) * inverse
     inward = (scale * out).astype(jnp.float32)
     mean = sum_of_products(inward, normed)[..., None] / x.shape[-1]
-    dscale = sum_over_tokens(out.astype(jnp.float32) * normed)
+    # Of a norm per head [B, L, N, H] the heads come last: they may lie on several devices, which tokens do not.
+    of_heads = sum_over_tokens(out.astype(jnp.float32) * normed, min(2, out.ndim - 1))
+    dscale = jnp.sum(of_heads, axis=tuple(range(of_heads.ndim - 1)))
     return (inverse * (inward - normed * mean)).astype(x.dtype), dscale.astype(scale.dtype)
 
 
@@ -151,7 +153,7 @@ class Projection(nnx.Module):
 
     def __call__(self, x: Array) -> Array:
         out = product(x, self.kernel[...], self.contracted)
-        return out if self.bias is None else out + self.bias[...]
+        return out if self.bias is None else add_bias(out, self.bias[...])
 
 
 def rope_frequencies(config: TransformerConfig) -> np.ndarray:

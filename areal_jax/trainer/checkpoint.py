@@ -9,6 +9,8 @@ A checkpoint is a directory named by its version, with the items `state` (params
 killed process left half written has another name and is removed at the next start.
 """
 
+import dataclasses
+import functools
 import io
 import pathlib
 from collections.abc import Iterator, Mapping
@@ -22,6 +24,7 @@ from areal_jax.models.transformer import TransformerConfig, param_shapes
 from areal_jax.trainer import lora
 from areal_jax.trainer.state import TrainState
 
+PADDED = "padded_vocab"  # of a model's facts: how many rows its vocabulary is filled up to
 Facts = dict[str, Any]  # JSON: {"version": 3, "model": {...}, "run": {...}}
 
 
@@ -64,7 +67,8 @@ class Checkpoints:
     def restore(self, abstract: TrainState, facts: Facts) -> Restored:
         """The newest checkpoint, each array read straight into the sharding that `abstract` gives it.
 
-        Raises ValueError, naming every field that differs, when it was written for another model or run than `facts`.
+        Rows that fill the vocabulary up, which tensor axes ask for, are added or dropped. Raises ValueError, naming
+        every field that differs, when it was written for another model or run than `facts`.
         """
         version = self.newest
         assert version is not None, "nothing to restore; look at `newest` first"
@@ -73,6 +77,9 @@ class Checkpoints:
         self._check_same("run", saved, facts)
         tree = abstract._asdict()
         places = ocp.checkpoint_utils.construct_restore_args(tree)
+        if saved["model"].get(PADDED) != facts["model"].get(PADDED):
+            fill_up = functools.partial(dataclasses.replace, strict=False)  # with zeros, or cuts
+            places = jax.tree.map(fill_up, places, is_leaf=lambda place: isinstance(place, ocp.RestoreArgs))
         items = ocp.args.Composite(
             state=ocp.args.PyTreeRestore(tree, restore_args=places), queue=ocp.args.StandardRestore()
         )
@@ -86,7 +93,7 @@ class Checkpoints:
 
     def _check_same(self, what: str, saved: Facts, wanted: Facts) -> None:
         there, here = saved[what], wanted[what]
-        names = [name for name in sorted(there.keys() | here.keys()) if there.get(name) != here.get(name)]
+        names = [n for n in sorted((there.keys() | here.keys()) - {PADDED}) if there.get(n) != here.get(n)]
         if names:
             differences = "; ".join(f"{name} is {there.get(name)} there and {here.get(name)} here" for name in names)
             raise ValueError(

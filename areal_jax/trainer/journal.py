@@ -55,9 +55,9 @@ class Journal:
         skipped: SkippedMinibatches,
         figures: Figures,
         *,
-        most_skipped: int,
+        most_skipped: int | None,
     ):
-        """`most_skipped` updates in a row without a finite gradient end the run."""
+        """`most_skipped` updates in a row without a finite gradient end the run; None: that is for others to see."""
         self._writer, self._saved, self._figures = writer, skipped, figures
         self._most_skipped = most_skipped
         self._seconds, self._ended = Seconds(), time.monotonic()
@@ -114,7 +114,7 @@ class Journal:
         return self._saved.save(step.version - 1, place, step.minibatches[place], step.outcomes[place])
 
     def _check_skipped(self, version: int, saved: pathlib.Path | None) -> None:
-        if self._skipped_in_a_row >= self._most_skipped:
+        if self._most_skipped is not None and self._skipped_in_a_row >= self._most_skipped:
             raise FloatingPointError(
                 f"the gradient was not finite in {self._skipped_in_a_row} updates in a row, the last of them in the "
                 f"step from version {version}; all were skipped, so the weights are still those before. Look at that "

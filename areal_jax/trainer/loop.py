@@ -78,7 +78,7 @@ class Queue(Protocol):
 class Publisher(Protocol):
     """Brings a version to every generation server in the background, then announces it."""
 
-    def publish(self, params: Mapping[str, Array | np.ndarray], version: int) -> None: ...
+    def publish(self, export: Callable[[], Mapping[str, Array | np.ndarray]], version: int) -> None: ...
     def close(self) -> None: ...
 
 
@@ -109,11 +109,12 @@ def train(
         work = work_of(programs, model_config, config.trainer.dtype)
         journal = stack.enter_context(contextlib.closing(open_journal(config, work, open_log(version))))
         profile = stack.enter_context(contextlib.closing(open_profile(config)))
-        publisher.publish(published(programs, state.params), version)
+        publisher.publish(functools.partial(published, programs, state.params), version)
         while version < config.trainer.steps:
             profile.at(version + 1)
             with journal.measure("idle_s"):
-                batch = shared.next(queue.get(version, timeout_s=config.trainer.batch_timeout_s, stop=stop))
+                timeout_s = config.trainer.batch_timeout_s
+                batch = shared.next(functools.partial(queue.get, version, timeout_s=timeout_s, stop=stop))
             if batch is None:
                 break
             waiting = queue.waiting
@@ -125,7 +126,7 @@ def train(
                 state, outcomes = update_all(programs, state, minibatches, meanwhile=journal.flush)
             version += 1
             with journal.measure("publish_wait_s"):
-                publisher.publish(published(programs, state.params), version)
+                publisher.publish(functools.partial(published, programs, state.params), version)
             due = config.trainer.checkpoint.every and version % config.trainer.checkpoint.every == 0
             if due:
                 with journal.measure("checkpoint_s"):
@@ -181,8 +182,9 @@ def open_journal(config: Config, work: Work, writer: Writer) -> Journal:
 
 def make_journal(config: Config, figures: Figures, writer: Writer) -> Journal:
     """The journal of this process; the figures are process 0's."""
-    figures = no_figures if jax.process_index() else figures
     saved = SkippedMinibatches(config.run_dir / "skipped")
+    if jax.process_index():  # it would end this process, and with it process 0, before that one has saved the minibatch
+        return Journal(writer, saved, no_figures, most_skipped=None)
     return Journal(writer, saved, figures, most_skipped=config.trainer.skipped_in_a_row)
 
 

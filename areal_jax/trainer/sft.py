@@ -213,7 +213,7 @@ def train(
         work = work_of(programs, model_config, config.trainer.dtype)
         journal = stack.enter_context(contextlib.closing(open_journal(config, work, open_log(version))))
         profile = stack.enter_context(contextlib.closing(loop.open_profile(config)))
-        shared.next(held_out)
+        shared.next(lambda: held_out)
         (held_out_rows,) = shared.take(functools.partial(_packed, held_out, range(len(held_out)), layout))
         evaluate = functools.partial(_evaluate, programs, held_out_rows, record)
         if version == 0:
@@ -221,7 +221,7 @@ def train(
         while version < course.updates:
             profile.at(version + 1)
             with journal.measure("idle_s"):
-                batch = shared.next(None if stop.is_set() else course.batch(version))
+                batch = shared.next(functools.partial(_next_batch, course, version, stop))
             if batch is None:
                 break
             with journal.measure("pack_s"):
@@ -240,6 +240,10 @@ def train(
         if checkpoints.newest != version:
             checkpoints.save(state, of_run | {"version": version}, {})
     return version
+
+
+def _next_batch(course: Course, version: int, stop: threading.Event) -> list[int] | None:
+    return None if stop.is_set() else course.batch(version)
 
 
 def _of_first(

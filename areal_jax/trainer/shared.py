@@ -22,14 +22,15 @@ from areal_jax.trainer.step import Minibatch, Programs
 from areal_jax.types import ROW_ARRAYS, Arrays, TrainBatch, Trajectory
 
 T = TypeVar("T")
+Ask = Callable[[], Sequence[T] | None]
 Pack = Callable[[], list[Minibatch]]
 
 
 class Shares(Protocol):
     """How a process comes to what it trains on: `next` and `take`, for each batch."""
 
-    def next(self, batch: T | None) -> T | None:
-        """The batch, or None at the end, which is where process 0 has None."""
+    def next(self, ask: Ask[T]) -> Sequence[T] | None:
+        """The batch that `ask` gives process 0, or None at the end. The others do not ask, and get an empty one."""
         ...
 
     def take(self, pack: Pack) -> list[Minibatch]:
@@ -46,8 +47,8 @@ def shares(processes: Processes, programs: Programs) -> Shares:
 class Alone:
     """A process alone keeps everything."""
 
-    def next(self, batch: T | None) -> T | None:
-        return batch
+    def next(self, ask: Ask[T]) -> Sequence[T] | None:
+        return ask()
 
     def take(self, pack: Pack) -> list[Minibatch]:
         return pack()
@@ -59,7 +60,8 @@ class Leading:
     def __init__(self, processes: Processes, programs: Programs):
         self._processes, self._programs = processes, programs
 
-    def next(self, batch: T | None) -> T | None:
+    def next(self, ask: Ask[T]) -> Sequence[T] | None:
+        batch = ask()
         if batch is None:
             for other in range(1, self._processes.count):
                 self._processes.send(other, b"")
@@ -80,9 +82,9 @@ class Following:
         self._processes = processes
         self._coming = 0
 
-    def next(self, batch: T | None) -> T | None:
+    def next(self, ask: Ask[T]) -> Sequence[T] | None:
         self._coming = self._processes.coming()
-        return batch if self._coming else None
+        return () if self._coming else None
 
     def take(self, pack: Pack) -> list[Minibatch]:
         return decode(self._processes.receive(self._coming))
@@ -116,14 +118,14 @@ def decode(data: bytes) -> list[Minibatch]:
 
 
 class NoQueue:
-    """The queue of a process that is not the first: batches of nothing. To a checkpoint it adds nothing, either."""
+    """The queue of a process that is not the first, which asks for no batch. To a checkpoint it adds nothing."""
 
     def __init__(self) -> None:
         self.waiting = 0
         self.dropped: dict[str, int] = {}
 
     def get(self, version: int, *, timeout_s: float, stop: threading.Event) -> list[Trajectory] | None:
-        return []
+        raise RuntimeError("process 0 has the queue")
 
     def announce(self, version: int, *, finished: bool) -> None:
         pass
@@ -138,8 +140,8 @@ class NoQueue:
 class NoPublisher:
     """The publisher of a process that is not the first."""
 
-    def publish(self, params: Mapping[str, Any], version: int) -> None:
-        pass
+    def publish(self, export: Callable[[], Mapping[str, Any]], version: int) -> None:
+        export()  # all processes do, and process 0 sends it
 
     def close(self) -> None:
         pass

@@ -60,7 +60,19 @@ def test_no_normalisation_leaves_rewards_as_they_are():
 @pytest.mark.parametrize("normalize", ["batch", "group"])
 @pytest.mark.parametrize("std", ["population", "sample"])
 def test_zero_variance_gives_zeros_and_no_nan(reward, normalize, std):
-    np.testing.assert_allclose(advantages([reward] * 7, normalize=normalize, std=std), np.zeros(7), atol=1e-6)
+    np.testing.assert_array_equal(advantages([reward] * 7, normalize=normalize, std=std), np.zeros(7))
+
+
+@pytest.mark.parametrize("size", [4, 6, 7, 12])
+@pytest.mark.parametrize("right", [1.0, 5.0, 1 / 3])
+@pytest.mark.parametrize("normalize", ["batch", "group", "none"])
+def test_groups_of_equal_rewards_beside_others_get_exact_zeros(size, right, normalize):
+    """By that their tokens are known to have no gradient, and are not computed."""
+    rewards = np.concatenate([np.full(size, right), np.full(size, 0.1), np.arange(size), np.full(size, -right)])
+    got = advantages(rewards, np.repeat([4, 2, 9, 1], size), normalize=normalize, group_baseline=True)
+    assert [np.count_nonzero(part) for part in got.reshape(4, size)] == [0, 0, 2 * (size // 2), 0]
+    without = advantages(rewards, np.repeat([4, 2, 9, 1], size), normalize="batch")
+    assert np.count_nonzero(without) == 4 * size  # against the batch's mean the groups differ
 
 
 def test_group_of_one_is_finite():

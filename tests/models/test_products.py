@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from areal_jax.models import transformer
-from areal_jax.models.products import ROUNDED, product, product_in_float32, sum_of_products, sum_over_tokens
+from areal_jax.models.products import ROUNDED, add_bias, product, product_in_float32, sum_of_products, sum_over_tokens
 from areal_jax.models.transformer import TransformerConfig
 
 SMALL = TransformerConfig(vocab_size=96, d_model=32, layers=2, heads=4, kv_heads=2, head_size=8, d_ff=64)
@@ -126,7 +126,18 @@ def test_sums_are_those_of_float64(dtype):
     rng = np.random.default_rng(0)
     left, right = rng.normal(size=(2, 3, 700, 24)).astype(dtype)
     exact = left.astype(np.float64), right.astype(np.float64)
-    found = sum_of_products(left, right), sum_over_tokens(left)
-    for mine, theirs in zip(found, ((exact[0] * exact[1]).sum(-1), exact[0].sum((0, 1))), strict=True):
+    found = sum_of_products(left, right), sum_over_tokens(left, 2), sum_over_tokens(left, 1)
+    for mine, theirs in zip(found, ((exact[0] * exact[1]).sum(-1), exact[0].sum((0, 1)), exact[0].sum(0)), strict=True):
         assert mine.dtype == jnp.float32 and mine.shape == theirs.shape
         np.testing.assert_allclose(mine, theirs, atol=1e-5 * np.abs(theirs).max())
+
+
+def test_the_gradient_of_a_bias_is_summed_before_it_is_rounded():
+    """In bfloat16 a sum of ones stops at 256."""
+    x, bias = jnp.zeros((2, 700, 3, 4), jnp.bfloat16), jnp.ones((3, 4), jnp.bfloat16)
+    out, gradients = jax.vjp(add_bias, x, bias)
+    of_x, of_bias = gradients(jnp.ones_like(out))
+    np.testing.assert_array_equal(out, jnp.ones_like(out))
+    np.testing.assert_array_equal(of_x, jnp.ones_like(x))
+    assert of_bias.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(of_bias, jnp.full((3, 4), 1400.0, jnp.bfloat16))

@@ -8,6 +8,7 @@ import pytest
 from areal_jax.models import transformer
 from areal_jax.trainer import step
 from areal_jax.trainer.checkpoint import Checkpoints
+from areal_jax.trainer.state import random_state
 
 QUEUE = {
     "uid": np.array([3, 2**40], np.int64),
@@ -95,6 +96,26 @@ def test_checkpoint_of_another_model_is_refused_by_field(saved, programs, model_
     with pytest.raises(ValueError, match=r"of another run: group_size is 4 there and 8 here"):
         checkpoints.restore(programs.abstract, facts(model_config, group_size=8))
     checkpoints.close()
+
+
+@pytest.mark.parametrize(("there", "here"), [(0, 8), (8, 0)])
+def test_rows_that_fill_the_vocabulary_up_come_and_go(tmp_path, make_programs, model_config, there, here):
+    """As they do where another number of devices splits it."""
+    filled = [dataclasses.replace(model_config, padded_vocab=n and model_config.vocab_size + n) for n in (there, here)]
+    before, after = (make_programs(model=model) for model in filled)
+    saved = random_state(filled[0], before.abstract, before.optimizer, seed=0)
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    checkpoints.save(saved, facts(filled[0]), QUEUE)
+    restored = checkpoints.restore(after.abstract, facts(filled[1])).state
+    checkpoints.close()
+    changed = 0
+    for got, leaf, expected in zip(*map(jax.tree.leaves, (restored, after.abstract, saved)), strict=True):
+        assert got.shape == leaf.shape and got.sharding == leaf.sharding
+        both = tuple(slice(min(sizes)) for sizes in zip(got.shape, expected.shape, strict=True))
+        np.testing.assert_array_equal(got[both], expected[both])
+        assert np.count_nonzero(got) == np.count_nonzero(got[both])  # zeros beside
+        changed += got.shape != expected.shape
+    assert changed >= 3  # embedding and both moments
 
 
 def test_only_the_newest_are_kept(tmp_path, programs, fresh_state, model_config):

@@ -190,6 +190,17 @@ def test_a_barrier_names_those_who_do_not_come_and_they_hear_why_all_ends(tmp_pa
     assert f"error: process 0 of the trainer failed: {waited} of 2" in late.error
 
 
+def test_a_minibatch_without_a_finite_gradient_is_saved_before_all_processes_end(tmp_path):
+    first, other = run(tmp_path, 2, "nan")
+    assert (first.status, other.status) == (1, 1)
+    assert "FloatingPointError: the gradient was not finite in 2 updates in a row" in first.error
+    assert "error: process 0 of the trainer failed: FloatingPointError: the gradient was not finite" in other.error
+    assert [path.name for path in (tmp_path / "skipped").iterdir()] == ["0.npz"]
+    with np.load(tmp_path / "skipped" / "0.npz") as kept:
+        assert np.isnan(kept["0/behav_logprobs"]).any() and np.isfinite(kept["0/logprobs"]).all()
+    assert [line["updates/skipped"] for line in lines(tmp_path)] == [2]
+
+
 def test_a_process_that_meets_nobody_says_so_and_ends(unused_port):
     code = (
         "import threading; from areal_jax.distributed import joined\n"
@@ -296,9 +307,19 @@ def test_a_process_alone_joins_nobody_and_keeps_what_it_has():
         processes.barrier("nobody else comes here")
         processes.agree("the config", "steps: 3")
         mine = shared.shares(processes, programs)
-        assert mine.next(minibatches) is minibatches and mine.next(None) is None
+        assert mine.next(lambda: minibatches) is minibatches and mine.next(lambda: None) is None
         assert mine.take(lambda: minibatches) is minibatches
     assert global_state.client is None
+
+
+def test_a_process_that_is_not_the_first_trains_on_what_it_is_sent_whatever_it_was_asked():
+    """A stop that only it has heard of must not make it leave while the others wait for it."""
+    processes = Processes(index=1, count=2)
+    sizes = iter([5, 0])
+    processes.coming = lambda: next(sizes)
+    following = shared.shares(processes, None)
+    ask = lambda: pytest.fail("process 0 asks for all")  # noqa: E731
+    assert following.next(ask) == () and following.next(ask) is None
 
 
 def test_rows_are_handed_on_bit_by_bit_with_the_numbers_of_the_whole(make_trajectories, make_minibatch):

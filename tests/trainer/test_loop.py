@@ -50,8 +50,8 @@ class FakePublisher:
     def __init__(self, queue, arrive=lambda version: None):
         self.queue, self.arrive, self.published = queue, arrive, {}
 
-    def publish(self, params, version):
-        self.published[version] = {name: np.asarray(value) for name, value in params.items()}
+    def publish(self, export, version):
+        self.published[version] = {name: np.asarray(value) for name, value in export().items()}
         self.queue.announce(version)
         self.arrive(version)
 

@@ -1,6 +1,7 @@
 """A trainer on eight devices is the trainer on one: the same losses, nothing held twice, nothing large sent around."""
 
 import collections
+import dataclasses
 import math
 import pathlib
 import re
@@ -19,6 +20,7 @@ SHAPE = pathlib.Path(__file__).parents[2] / "configs" / "shapes" / "qwen2.5-1.5b
 
 # Sizes that tell one array from the other: only the vocabulary brings the factor 13, only the feed-forward the 3.
 MODEL = transformer.TransformerConfig(vocab_size=104, d_model=16, layers=1, heads=8, kv_heads=4, head_size=4, d_ff=48)
+WITH_MORE = dataclasses.replace(MODEL, qk_norm=True, qkv_bias=True)
 MESHES = [(2, 2, 2), (1, 8, 1), (8, 1, 1), (1, 2, 4)]  # data, fsdp, tensor
 ROWS, LENGTH = 8, 32
 UPDATES = 10
@@ -41,7 +43,7 @@ def minibatches(make_trajectories, make_minibatch):
 
 @pytest.fixture(scope="module")
 def programs_on(make_programs):
-    return lambda mesh: make_programs(mesh, model=MODEL, lr=3e-3)
+    return lambda mesh, model=MODEL: make_programs(mesh, model=model, lr=3e-3)
 
 
 def trained(programs, params, minibatches):
@@ -102,25 +104,25 @@ def collectives(compiled):
     return found
 
 
-def gradient_sizes(mesh):
+def gradient_sizes(mesh, model=MODEL):
     """Numbers on a device of each parameter's gradient: before it is split over fsdp, and as it lies."""
-    shapes = transformer.param_shapes(MODEL)
+    shapes = transformer.param_shapes(model)
     places = sharding.param_shardings(shapes, mesh)
     lying = {name: math.prod(place.shard_shape(shapes[name].shape)) for name, place in places.items()}
     split = {name: mesh.shape["fsdp"] if "fsdp" in place.spec else 1 for name, place in places.items()}
     return {name: lying[name] * split[name] for name in shapes}, lying
 
 
-@pytest.mark.parametrize("mesh", MESHES)
-def test_weights_are_gathered_once_gradients_summed_once_and_tokens_stay_with_their_rows(mesh, programs_on):
-    programs = programs_on(mesh)
+@pytest.mark.parametrize(("mesh", "model"), [*((mesh, MODEL) for mesh in MESHES), ((2, 2, 2), WITH_MORE)])
+def test_weights_are_gathered_once_gradients_summed_once_and_tokens_stay_with_their_rows(mesh, model, programs_on):
+    programs = programs_on(mesh, model)
     params, rows = programs.abstract.params, programs._abstract_rows((ROWS, LENGTH))
     number = jax.ShapeDtypeStruct((), np.float32)
     found = collectives(
         programs.accumulate.lower(params, params, rows, number, programs.with_own_prox(False)).compile()
     )
 
-    whole, lying = gradient_sizes(programs.mesh)
+    whole, lying = gradient_sizes(programs.mesh, model)
     split = collections.Counter(whole[name] for name in whole if whole[name] != lying[name])
     assert found.pop("all-gather", collections.Counter()) == split
     # Summed over fsdp before they are split, and then over data.

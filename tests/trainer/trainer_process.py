@@ -7,11 +7,14 @@ VERSION.npz, the params as process 0's publisher got them; gradient.npz, that of
 INDEX, trainer-INDEX.jsonl and received-INDEX.jsonl: of each batch the bytes, and the rows by microbatch.
 
 EVENT: "none"; "adapters": those train, and nothing else; "late": process 1 never comes to a barrier; "kill:2" or
-"stop:2": once process 1 is through the step to version 2, it is killed, or asked to stop.
+"stop:2": once process 1 is through the step to version 2, it is killed, or asked to stop; "nan": no gradient is finite,
+and what is saved of that takes process 0 some seconds.
 """
 
 import copy
+import dataclasses
 import functools
+import math
 import os
 import pathlib
 import signal
@@ -27,7 +30,7 @@ from areal_jax import compilation, distributed
 from areal_jax.config import build
 from areal_jax.metrics import JsonlWriter, StepLog
 from areal_jax.models import transformer
-from areal_jax.trainer import loop, shared, step
+from areal_jax.trainer import loop, shared, skipped, step
 from areal_jax.types import ROW_ARRAYS
 
 GROUP, PROMPTS, LONGEST, STEPS = 4, 2, 16, 5
@@ -46,6 +49,7 @@ def make_config(directory, count, event):
             "trainer": {
                 "steps": STEPS,
                 "prompts_per_step": PROMPTS,
+                "skipped_in_a_row": 2,
                 "token_budget": 4 * LONGEST,  # two or three microbatches for a minibatch of four trajectories
                 "optimizer": {"lr": 1e-3},
                 "objective": {"minibatches": 2},
@@ -59,8 +63,8 @@ def make_config(directory, count, event):
 class KnownQueue:
     """A queue that has every batch from the start; version v's tokens are of version v, or one older."""
 
-    def __init__(self, last):
-        self.last, self.finished, self.restored = last, False, None
+    def __init__(self, last, scale=1.0):
+        self.last, self.scale, self.finished, self.restored = last, scale, False, None
         self.waiting, self.dropped = 0, {}
 
     def get(self, version, *, timeout_s, stop):
@@ -70,6 +74,7 @@ class KnownQueue:
         versions = (max(0, version - 1), version + 1)
         uids = range(version * PROMPTS, (version + 1) * PROMPTS)
         batch = [trajectory(rng, uid, i, versions=versions) for uid in uids for i in range(GROUP)]
+        batch = [dataclasses.replace(t, behav_logprobs=self.scale * t.behav_logprobs) for t in batch]
         return None if stop.is_set() else batch
 
     def announce(self, version, *, finished):
@@ -88,8 +93,8 @@ class Kept:
     def __init__(self, directory):
         self.directory = directory
 
-    def publish(self, params, version):
-        np.savez(self.directory / f"{version}.npz", **params)
+    def publish(self, export, version):
+        np.savez(self.directory / f"{version}.npz", **export())
 
     def close(self):
         pass
@@ -101,8 +106,8 @@ class Struck(shared.NoPublisher):
     def __init__(self, version, strike):
         self.version, self.strike = version, strike
 
-    def publish(self, params, version):
-        assert params == {}
+    def publish(self, export, version):
+        assert export() == {}
         if version == self.version:
             self.strike()
 
@@ -139,10 +144,17 @@ def update_and_keep(file, programs, state, minibatch):
     return step.update(keeping, state, minibatch)
 
 
+def slowly(function, *arguments):
+    time.sleep(4 * distributed.POLL_S)
+    return function(*arguments)
+
+
 def train(directory, processes, event, stop):
     word, _, version = event.partition(":")
     first = processes.index == 0
-    known = KnownQueue(int(version) if word == "stop" else None)
+    known = KnownQueue(int(version) if word == "stop" else None, math.nan if word == "nan" else 1.0)
+    if word == "nan":
+        skipped._columns = functools.partial(slowly, skipped._columns)
     strikes = {"kill": lambda: os.kill(os.getpid(), signal.SIGKILL), "stop": stop.set}
 
     def open_log(at):

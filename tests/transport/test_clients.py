@@ -518,12 +518,12 @@ def test_the_text_of_a_torn_update_reaches_the_trainer_and_the_next_version_reco
 
     announced = []
     publisher = Publisher(shared_memory_sender(tmp_path, push), announced.append)
-    publisher.publish(params(1.0), 1)
-    publisher.publish(params(2.0), 2)
+    publisher.publish(lambda: params(1.0), 1)
+    publisher.publish(lambda: params(2.0), 2)
     with pytest.raises(ValueError, match=r"version 2 was refused.*weights-2-.* are torn: checksum"):
-        publisher.publish(params(3.0), 3)
+        publisher.publish(lambda: params(3.0), 3)
     assert [scheduler.version for scheduler in schedulers] == [1, 1]
-    publisher.publish(params(3.0), 3)
+    publisher.publish(lambda: params(3.0), 3)
     publisher.close()
     assert [scheduler.version for scheduler in schedulers] == [3, 3]
     assert announced == [1, 3]
