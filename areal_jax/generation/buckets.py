@@ -25,9 +25,9 @@ def default_buckets(max_length: int) -> tuple[int, ...]:
 def default_slot_buckets(slots: int, platform: str) -> tuple[int, ...]:
     """All slots, and on a CPU a quarter of them as well, for the time in which only the longest answers still run.
 
-    There a step of 8 slots takes half the time of one of 32, with the same bits: XLA multiplies fewer than 8 rows in
-    another order. An accelerator reads the weights in either case, which is what its step costs, and the narrow step
-    holds a copy of its slots' cache.
+    There a step of 8 slots takes half the time of one of 32; fewer than 8 rows XLA multiplies in another order. An
+    accelerator reads the weights in either case, which is what its step costs, and the narrow step holds a copy of its
+    slots' cache.
     """
     return (slots // 4, slots) if platform == "cpu" and slots >= 32 else (slots,)
 

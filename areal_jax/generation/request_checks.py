@@ -16,6 +16,7 @@ from areal_jax.models.transformer import param_shapes
 from areal_jax.types import GenerateRequest, Sampling
 
 LEAST_TEMPERATURE = 1e-6  # logits divided by less could overflow
+MOST_TEMPERATURE = 1e6  # by then all tokens are alike; divided by float32's largest numbers they would be nothing
 
 
 def check(request: GenerateRequest, engine: Engine) -> None:
@@ -87,8 +88,11 @@ def _check_lengths(request: GenerateRequest, max_length: int) -> None:
 
 
 def _check_distribution(sampling: Sampling) -> None:
-    if sampling.temperature != 0 and not LEAST_TEMPERATURE <= sampling.temperature < math.inf:
-        raise ValueError(f"temperature={sampling.temperature} must be 0 (greedy) or at least {LEAST_TEMPERATURE}")
+    if sampling.temperature != 0 and not LEAST_TEMPERATURE <= sampling.temperature <= MOST_TEMPERATURE:
+        raise ValueError(
+            f"temperature={sampling.temperature} must be 0 (greedy) or lie between {LEAST_TEMPERATURE} and "
+            f"{MOST_TEMPERATURE}"
+        )
     if sampling.top_k < 0:
         raise ValueError(f"top_k={sampling.top_k} must be positive, or 0 for all tokens")
     if not 0 < sampling.top_p <= 1:

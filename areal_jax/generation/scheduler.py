@@ -131,6 +131,7 @@ class Scheduler:
         """
         try:
             request_checks.check(request, self._engine)
+            self._check_samples(request)
         except ValueError:
             self.telemetry.refuse("invalid")
             raise
@@ -213,6 +214,8 @@ class Scheduler:
 
     def _turn(self) -> None:
         self._run_commands(wait=self._idle())
+        if self._stopped:
+            return
         self._expire()
         if self._draining is not None and not self._slots:
             swap, self._draining = self._draining, None
@@ -333,6 +336,8 @@ class Scheduler:
     # Commands, on the engine's thread.
 
     def _enqueue(self, ticket: Ticket) -> None:
+        if ticket.number not in self._tickets:  # its time was over before it got here
+            return
         self._waiting.put(ticket)
         self._counts["requests"] += len(ticket.request.samples)
 
@@ -466,6 +471,13 @@ class Scheduler:
             update.set_exception(RuntimeError(f"the new weights were not swapped in: {error!r}"))
 
     # Checks, on the caller's thread.
+
+    def _check_samples(self, request: GenerateRequest) -> None:
+        if len(request.samples) > self._max_waiting:
+            raise ValueError(
+                f"prompt {request.uid} asks for {len(request.samples)} samples, of which generation.max_waiting="
+                f"{self._max_waiting} may wait at most; ask for fewer at a time"
+            )
 
     def _check_alive(self) -> None:
         if self.failure is not None:

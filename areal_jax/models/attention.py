@@ -111,7 +111,8 @@ def decode_attention(
     layout = kernels.cache
     if (kernel := kernels.decode) is not None and _takes(kernel, query_SNH, layer[0][0]):
         ((keys, values),) = layer  # the whole cache, as it lies: the kernel stops at each slot's own length
-        lengths_S = jnp.minimum(positions_S + 1, layout.length(layer[0]))
+        # A free slot stands behind the cache, and nobody reads what it gets.
+        lengths_S = jnp.where(positions_S < layout.length(layer[0]), positions_S + 1, 1)
         cache = layout.spec(ROWS[0])
         specs = (ONE_HEADS, cache, cache, ROWS)
         return _on_each_device(kernel.run, kernels.mesh, specs)(query_SNH, keys, values, lengths_S)

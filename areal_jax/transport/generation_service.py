@@ -128,6 +128,10 @@ class GenerationServicer(pb_grpc.GenerationServicer):
             stall_s = await asyncio.shield(asyncio.wrap_future(swapped))
         except (ValueError, OSError) as error:
             return pb.UpdateWeightsReply(error=str(error))
+        except RuntimeError as error:  # the engine has ended, or goes on with the weights that it has
+            if self._scheduler.failure is not None:
+                await context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
+            return pb.UpdateWeightsReply(error=str(error))
         return pb.UpdateWeightsReply(stall_s=stall_s)
 
     def _load(self, request: pb.UpdateWeightsRequest) -> Future[float]:

@@ -202,18 +202,21 @@ class HttpServer:
         scheduler = self._scheduler
         if scheduler is None or not self._is_ready():
             raise ApiError(503, f"not ready: {self._failure() or self._reason}", code="not_ready")
-        try:
-            body = json.loads(await request.read())
-        except ValueError as error:  # not JSON, or not UTF-8
-            raise ApiError(400, f"the body is not JSON: {error}") from error
-        model = self._model
-        asked = read(body, model.tokenizer, max_length=model.max_length, top_logprobs=model.top_logprobs)
+        asked = await asyncio.to_thread(self._read, read, await request.read())  # a long text holds nobody else up
         self._check_model(asked.model)
         answer = Answer(asked, self._model.name, self._model.tokenizer)
         async with contextlib.aclosing(parts(scheduler, asked, answer)) as arriving:
             if asked.stream:
                 return await _stream(request, asked, answer, arriving)
             return await _whole(asked, answer, arriving)
+
+    def _read(self, read: Callable[..., Asked], data: bytes) -> Asked:
+        try:
+            body = json.loads(data)
+        except (ValueError, RecursionError) as error:  # not JSON, not UTF-8, or a list in a list in a list
+            raise ApiError(400, f"the body is not JSON: {error}") from error
+        model = self._model
+        return read(body, model.tokenizer, max_length=model.max_length, top_logprobs=model.top_logprobs)
 
 
 async def _whole(asked: Asked, answer: Answer, arriving: AsyncIterator[tuple[int, Part]]) -> web.Response:
@@ -230,8 +233,8 @@ async def _stream(
     index, part = await anext(arriving)
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
     await response.prepare(request)
-    await _send(response, answer.piece(index, part))
     try:
+        await _send(response, answer.piece(index, part))
         async for index, part in arriving:
             await _send(response, answer.piece(index, part))
         if asked.include_usage:

@@ -60,6 +60,9 @@ def _beginning(text: str, stop: str) -> int:
     return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)
 
 
+Likeliest = tuple[tuple[str, float], ...]  # text and log-probability of tokens, the likeliest first
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Part:
     """What one chunk adds to a choice. `texts` are those of the tokens, one by one, and `offset` where they begin."""
@@ -69,7 +72,7 @@ class Part:
     logprobs: np.ndarray  # [T] float32
     versions: np.ndarray  # [T] int32
     texts: tuple[str, ...]
-    alternatives: tuple[dict[str, float], ...]  # of each token, the likeliest first; none where they are not asked for
+    alternatives: tuple[Likeliest, ...]  # of each token; none where they are not asked for
     offset: int  # characters
     finish_reason: str  # "" while the choice goes on
 
@@ -104,18 +107,15 @@ class Choice:
             finish_reason=chunk.finish_reason,
         )
 
-    def _alternatives(self, found: Alternatives | None) -> tuple[dict[str, float], ...]:
+    def _alternatives(self, found: Alternatives | None) -> tuple[Likeliest, ...]:
         if found is None:
             return ()
-        return tuple(map(self._by_text, found.tokens.tolist(), found.logprobs.tolist()))
+        return tuple(map(self._spelled, found.tokens.tolist(), found.logprobs.tolist()))
 
-    def _by_text(self, tokens: Sequence[int], logprobs: Sequence[float]) -> dict[str, float]:
-        """Without what is never drawn; of tokens that read alike, like parts of a character, the likeliest."""
-        likeliest: dict[str, float] = {}
-        for token, logprob in zip(tokens, logprobs, strict=True):
-            if math.isfinite(logprob):
-                likeliest.setdefault(self._tokenizer.decode([token]), logprob)
-        return likeliest
+    def _spelled(self, tokens: Sequence[int], logprobs: Sequence[float]) -> Likeliest:
+        """Without what is never drawn. Tokens may read alike: parts of a character, or what ends an answer."""
+        pairs = zip(tokens, logprobs, strict=True)
+        return tuple((self._tokenizer.decode([token]), logprob) for token, logprob in pairs if math.isfinite(logprob))
 
     def _texts(self, chunk: Chunk) -> list[str]:
         """A text for each token: "" for one that ends the answer, or is only the beginning of a character."""
@@ -230,7 +230,8 @@ _OBJECTS = {
 def _logprobs(part: Part) -> dict[str, Any]:
     offsets = part.offset + np.cumsum([0, *map(len, part.texts)])[:-1]
     drawn = zip(part.texts, part.logprobs.tolist(), strict=True)
-    alternatives = [likeliest | dict([own]) for likeliest, own in zip(part.alternatives, drawn, strict=False)]
+    # By text, as this form has it: of tokens that read alike the likeliest, and in any case the one that was drawn.
+    alternatives = [dict(each[::-1]) | dict([own]) for each, own in zip(part.alternatives, drawn, strict=False)]
     return {
         "tokens": list(part.texts),
         "token_logprobs": part.logprobs.tolist(),
@@ -240,11 +241,11 @@ def _logprobs(part: Part) -> dict[str, Any]:
 
 
 def _chat_logprobs(part: Part) -> dict[str, Any]:
-    alternatives: Sequence[dict[str, float]] = part.alternatives or [{}] * len(part.texts)
+    alternatives: Sequence[Likeliest] = part.alternatives or [()] * len(part.texts)
     content = [
         {
             **_chat_logprob(text, logprob),
-            "top_logprobs": [_chat_logprob(*each) for each in others.items()],
+            "top_logprobs": [_chat_logprob(*each) for each in others],
         }
         for text, logprob, others in zip(part.texts, part.logprobs.tolist(), alternatives, strict=True)
     ]

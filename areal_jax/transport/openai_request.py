@@ -26,8 +26,10 @@ from areal_jax.types import GenerateRequest, Sampling
 
 MAX_TOKENS = 16  # of a completion that does not say: OpenAI's default; a chat answer may fill the context
 MAX_CHOICES = 128  # OpenAI's limit of n
+MOST_TIMEOUT_S = 1e9
 MAX_ALTERNATIVES = 20  # OpenAI's limit of top_logprobs
 LEAST_TEMPERATURE = 1e-3
+MOST_TEMPERATURE = 1e6
 # RL's prompts have uids from 0 on and far below this, evaluation's too; sampling keys see 32 bits of a uid.
 FIRST_UID = 2**31
 
@@ -126,8 +128,8 @@ class Fields:
     def number(self, name: str, kinds: type | tuple[type, ...], default: Any, least: float, most: float) -> Any:
         value = self.take(name, kinds, default)
         if value is not None and not least <= value <= most:
-            bounds = f"at least {least}" if math.isinf(most) else f"between {least} and {most}"
-            raise ApiError(400, f"{name}={value} must be {bounds}", param=name)
+            bounds = f"at least {least}" if math.isinf(most) else f"between {least} and {most:g}"
+            raise ApiError(400, f"{name}={_shown(value)} must be {bounds}", param=name)
         return value
 
     def refuse_rest(self, server: str) -> None:
@@ -226,7 +228,7 @@ def _asked(
     samples = tuple(range(fields.number("n", int, 1, 1, MAX_CHOICES)))
     seed = fields.take("seed", int)
     seed = secrets.randbits(63) if seed is None else seed
-    timeout_s = fields.number("timeout_s", NUMBER, 0.0, 0, math.inf)
+    timeout_s = fields.number("timeout_s", NUMBER, 0.0, 0, MOST_TIMEOUT_S)
     sampling = _sampling(fields, tokenizer, max_tokens)
     stream = fields.take("stream", bool, False)
     options = Fields(fields.take("stream_options", dict, {}), inside="stream_options.")
@@ -255,7 +257,7 @@ def _sampling(fields: Fields, tokenizer: Tokenizer, max_tokens: int) -> Sampling
         raise ApiError(400, f"min_tokens={min_tokens} exceeds the most tokens, {max_tokens}", param="min_tokens")
     return Sampling(
         max_new_tokens=max_tokens,
-        temperature=_temperature(fields.number("temperature", NUMBER, 1.0, 0, math.inf)),
+        temperature=_temperature(fields.number("temperature", NUMBER, 1.0, 0, MOST_TEMPERATURE)),
         top_k=min(max(0, top_k), tokenizer.vocab_size),  # some clients say -1 for all
         top_p=float(top_p),
         min_p=float(fields.number("min_p", NUMBER, 0.0, 0, 1)),
@@ -304,7 +306,7 @@ def _prompts(given: Any, tokenizer: Tokenizer) -> list[np.ndarray]:
     prompts = []
     for each in given if several else [given]:
         if isinstance(each, str):
-            ids = tokenizer.encode(each)
+            ids = _encode(each, tokenizer)
         else:
             ids = each
             _check_ids("prompt", ids, tokenizer)
@@ -314,6 +316,13 @@ def _prompts(given: Any, tokenizer: Tokenizer) -> list[np.ndarray]:
     if len(prompts) > MAX_CHOICES:
         raise ApiError(400, f"{len(prompts)} prompts; a request may have {MAX_CHOICES}", param="prompt")
     return prompts
+
+
+def _encode(text: str, tokenizer: Tokenizer) -> list[int]:
+    try:
+        return tokenizer.encode(text)
+    except ValueError as error:
+        raise ApiError(400, str(error), param="prompt") from error
 
 
 def _check_ids(name: str, ids: Any, tokenizer: Tokenizer) -> None:

@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -89,6 +90,7 @@ def until(condition):
         ({"prompt": None}, "prompt is missing", "prompt"),
         ({"prompt": ""}, "prompt is empty", "prompt"),
         ({"prompt": []}, "prompt is empty", "prompt"),
+        ({"prompt": "\ud800"}, "surrogates not allowed", "prompt"),
         ({"prompt": [1, "a"]}, "must be text or token ids", "prompt"),
         ({"prompt": [[1], 2]}, "must be text or token ids", "prompt"),
         ({"prompt": [True]}, "must be text or token ids", "prompt"),
@@ -100,8 +102,9 @@ def until(condition):
         ({"max_tokens": 2.5}, "max_tokens=2.5 must be an integer", "max_tokens"),
         ({"n": True}, "n=True must be an integer", "n"),
         ({"n": 0}, "n=0 must be between 1 and 128", "n"),
-        ({"temperature": -1}, "temperature=-1 must be at least 0", "temperature"),
-        ({"temperature": float("nan")}, "temperature=nan must be at least 0", "temperature"),
+        ({"temperature": -1}, "temperature=-1 must be between 0 and 1e+06", "temperature"),
+        ({"temperature": float("nan")}, "temperature=nan must be between 0 and 1e+06", "temperature"),
+        ({"temperature": 10**400}, "00... must be between 0 and 1e+06", "temperature"),
         ({"temperature": "1"}, "temperature='1' must be a number", "temperature"),
         ({"top_p": 0}, "top_p=0 keeps no token", "top_p"),
         ({"top_p": 1.1}, "top_p=1.1 must be between 0 and 1", "top_p"),
@@ -116,7 +119,8 @@ def until(condition):
         ({"temprature": 1}, "unknown parameter temprature", "temprature"),
         ({"stream_options": {"usage": True}}, "unknown parameter stream_options.usage", None),
         ({"stream_options": []}, "stream_options=[] must be an object", "stream_options"),
-        ({"timeout_s": -1}, "timeout_s=-1 must be at least 0", "timeout_s"),
+        ({"timeout_s": -1}, "timeout_s=-1 must be between 0 and 1e+09", "timeout_s"),
+        ({"timeout_s": 10**400}, "00... must be between 0 and 1e+09", "timeout_s"),
     ],
 )  # fmt: skip
 def test_a_request_that_is_wrong_is_refused_by_name_in_openais_form(server, scheduler, fields, says, param):
@@ -164,7 +168,8 @@ def test_what_changes_nothing_is_taken(server):
 
 
 def test_bodies_paths_and_methods_that_are_wrong_are_told_in_openais_form(server):
-    assert call(server, "/v1/completions", b"{")[1]["error"]["message"].startswith("the body is not JSON")
+    for body in (b"{", b"[" * 100_000, b"\xff"):
+        assert call(server, "/v1/completions", body)[1]["error"]["message"].startswith("the body is not JSON")
     assert call(server, "/v1/completions", b"[]")[1]["error"]["message"] == "the body must be a JSON object, not []"
     assert call(server, "/v1/completions", b"\xff")[0] == 400
     status, answer, _ = call(server, "/v1/embeddings", {})
@@ -333,6 +338,25 @@ def test_a_seed_is_a_uid_of_its_own_range_and_its_absence_another_one_each_time(
 def test_the_server_takes_no_accelerator():
     program = "import sys; from areal_jax.transport import http_server; print({'jax', 'flax'} & set(sys.modules))"
     assert subprocess.check_output([sys.executable, "-c", program], text=True).strip() == "set()"
+
+
+def test_a_text_that_takes_long_to_encode_holds_nobody_else_up(scheduler, monkeypatch):
+    came, go_on = threading.Event(), threading.Event()
+
+    def encode(self, text):
+        came.set()
+        assert go_on.wait(20)
+        return [1]
+
+    monkeypatch.setattr(ByteTokenizer, "encode", encode)
+    server = make_server(scheduler)
+    with ThreadPoolExecutor(1) as beside:
+        answer = beside.submit(complete, server)
+        assert came.wait(20)
+        assert call(server, "/healthz")[0] == 200
+        go_on.set()
+        assert answer.result()[0] == 200
+    server.stop()
 
 
 def test_text_ends_before_the_first_of_several_stop_strings():

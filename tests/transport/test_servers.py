@@ -186,6 +186,21 @@ def test_a_bad_update_is_refused_with_its_reason_and_the_old_version_stays(sched
     assert update(stub, write_weights(params(2.0), 3, tmp_path)).error == ""
 
 
+def test_weights_that_do_not_fit_into_memory_are_refused_and_a_dead_engine_is_away(scheduler, stub, tmp_path):
+    """What `push_weights` makes of it: a refusal ends the run, a server that is away is left out."""
+    update(stub, write_weights(params(1.0), 2, tmp_path))
+    file = write_weights(params(2.0), 3, tmp_path)
+
+    def out_of_memory(*arguments):
+        raise RuntimeError("RESOURCE_EXHAUSTED: out of memory")
+
+    scheduler.update_weights = out_of_memory
+    assert update(stub, file).error == "RESOURCE_EXHAUSTED: out of memory"
+    scheduler.failure = FloatingPointError("device lost")
+    code, details = code_and_text(lambda: update(stub, file))
+    assert (code, details) == (grpc.StatusCode.UNAVAILABLE, "RESOURCE_EXHAUSTED: out of memory")
+
+
 # JetStream's own service
 
 
