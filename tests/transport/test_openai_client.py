@@ -1,5 +1,6 @@
 """The official openai client against a server of a tiny random model with a byte-level tokenizer, swaps included."""
 
+import functools
 import time
 
 import jax
@@ -140,6 +141,39 @@ def test_alternatives_are_the_likeliest_tokens_beside_the_drawn_one(client, toke
             expected.setdefault(tokenizer.decode([token]), float(logprobs[token]))  # parts of characters read alike
         expected[choice.logprobs.tokens[place]] = choice.token_logprobs[place]
         assert given == pytest.approx(expected, abs=5e-5)
+
+
+def with_two_stops(client):
+    """A seed, its answer of 40 tokens, and two of these whose characters stand nowhere else: stop strings."""
+    for seed in range(100):
+        choice = complete(client, max_tokens=40, seed=seed, logprobs=0).choices[0]
+        texts = choice.logprobs.tokens
+        found = [t for t in range(4, len(texts)) if texts[t].isalnum() and choice.text.count(texts[t]) == 1]
+        if choice.finish_reason == "length" and len(found) >= 2:
+            return seed, choice, found[:2]
+    return pytest.fail("no seed has such an answer")
+
+
+def test_a_stream_that_a_stop_string_ends_says_what_the_whole_answer_says(client):
+    seed, free, (place, _) = with_two_stops(client)
+    ask = functools.partial(complete, client, max_tokens=40, seed=seed, stop=free.logprobs.tokens[place], logprobs=3)
+    (whole,), parts = ask().choices, [part.choices[0] for part in ask(stream=True)]
+    assert whole.text == free.text[: free.logprobs.text_offset[place]]
+    assert whole.token_ids == free.token_ids[: place + 1] and whole.finish_reason == parts[-1].finish_reason == "stop"
+    assert "".join(part.text for part in parts) == whole.text
+    assert [token for part in parts for token in part.token_ids] == whole.token_ids
+    for field in ("tokens", "token_logprobs", "text_offset", "top_logprobs"):
+        streamed = [each for part in parts for each in getattr(part.logprobs, field) or []]
+        assert streamed == getattr(whole.logprobs, field) and len(streamed) == len(whole.token_ids)
+
+
+def test_a_stop_string_before_min_tokens_stays_in_the_text(client):
+    seed, free, (first, second) = with_two_stops(client)
+    stops = [free.logprobs.tokens[place] for place in (first, second)]
+    ask = functools.partial(complete, client, max_tokens=40, seed=seed, stop=stops)
+    for least, end in ((first, first), (first + 1, second)):
+        choice = ask(extra={"min_tokens": least}).choices[0]
+        assert (choice.text, choice.finish_reason) == (free.text[: free.logprobs.text_offset[end]], "stop")
 
 
 @pytest.mark.parametrize("stream", [False, True])
