@@ -4,10 +4,12 @@ In: a `Config`. Out: nothing, or an error that names the values, the rule and th
 and `evaluate`. Needs no device: what depends on the mesh is checked by the trainer before it compiles anything.
 """
 
+import dataclasses
 import math
 import pathlib
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 from areal_jax.config import (
     DATA_FILES,
@@ -150,9 +152,111 @@ def check_serving(config: Config) -> None:
 
 
 def _check_bounds(config: Config) -> None:
-    for path, value, least in _bounds(config):
-        if value < least:
-            raise ValueError(f"config.{path}={value} must be at least {least}")
+    for path, value in _numbers(config, ""):
+        if path == "trainer.steps" and config.sft.data:
+            bounds = at_least(0)  # as many as the epochs need
+        else:
+            bounds = BOUNDS.get(path, ANY)
+        if value not in bounds:
+            raise ValueError(f"config.{path}={value} must be {bounds.text}")
+    if not config.generation.addresses:
+        raise ValueError("config.generation.addresses is empty; it needs at least one host:port")
+
+
+def _numbers(section: Any, prefix: str) -> Iterator[tuple[str, float]]:
+    """(key, number) of every setting that is one; a tuple's numbers have its key."""
+    for field in dataclasses.fields(section):
+        path, value = f"{prefix}{field.name}", getattr(section, field.name)
+        if dataclasses.is_dataclass(value):
+            yield from _numbers(value, f"{path}.")
+        for each in value if isinstance(value, tuple) else [value]:
+            if isinstance(each, int | float) and not isinstance(each, bool):
+                yield path, each
+
+
+@dataclasses.dataclass(frozen=True)
+class Bounds:
+    """Numbers that a setting may have, and how that is said."""
+
+    text: str
+    allows: Callable[[float], bool]
+
+    def __contains__(self, value: float) -> bool:
+        return math.isfinite(value) and self.allows(value)
+
+
+def at_least(least: float) -> Bounds:
+    return Bounds(f"at least {least}", lambda value: value >= least)
+
+
+def between(least: float, most: float) -> Bounds:
+    return Bounds(f"at least {least} and at most {most}", lambda value: least <= value <= most)
+
+
+ANY = Bounds("a finite number", lambda value: True)
+POSITIVE = Bounds("above 0", lambda value: value > 0)
+SHARE = between(0, 1)
+DECAY = Bounds("at least 0 and below 1", lambda value: 0 <= value < 1)
+TEMPERATURE = Bounds("0 (greedy), or at least 1e-06 and at most 1e+06", lambda t: t == 0 or 1e-6 <= t <= 1e6)
+DEVICES = Bounds("at least 1, or -1 for all that are left", lambda value: value == -1 or value >= 1)
+BOUNDS = {
+    "run.seed": between(0, 2**32 - 1),
+    "run.start_timeout_s": POSITIVE,
+    "run.cores": at_least(0),
+    "model.lora.rank": at_least(0),
+    "data.max_prompt_tokens": at_least(1),
+    "reward.workers": at_least(1),
+    "reward.timeout_s": POSITIVE,
+    "reward.memory_gb": POSITIVE,
+    "rollout.group_size": at_least(1),
+    "rollout.max_new_tokens": at_least(1),
+    "rollout.temperature": TEMPERATURE,
+    "rollout.max_staleness": at_least(0),
+    "rollout.max_consecutive_failures": at_least(1),
+    "generation.slots": at_least(1),
+    "generation.max_length": at_least(0),
+    "generation.decode_steps": at_least(1),
+    "generation.length_buckets": at_least(1),
+    "generation.slot_buckets": at_least(1),
+    "generation.prefill_rows": at_least(1),
+    "generation.prefill_tokens": at_least(1),
+    "generation.tensor": at_least(1),
+    "generation.top_logprobs": at_least(0),
+    "generation.max_waiting": at_least(1),
+    "trainer.steps": at_least(1),
+    "trainer.prompts_per_step": at_least(1),
+    "trainer.token_budget": at_least(1),
+    "trainer.row_buckets": at_least(1),
+    "trainer.vocab_block": at_least(1),
+    "trainer.skipped_in_a_row": at_least(1),
+    "trainer.batch_timeout_s": POSITIVE,
+    "trainer.optimizer.lr": at_least(0),
+    "trainer.optimizer.warmup_fraction": SHARE,
+    "trainer.optimizer.beta1": DECAY,
+    "trainer.optimizer.beta2": DECAY,
+    "trainer.optimizer.eps": POSITIVE,
+    "trainer.optimizer.weight_decay": at_least(0),
+    "trainer.optimizer.max_grad_norm": POSITIVE,
+    "trainer.objective.clip_eps": at_least(0),
+    "trainer.objective.minibatches": at_least(1),
+    "trainer.mesh.data": DEVICES,
+    "trainer.mesh.fsdp": DEVICES,
+    "trainer.mesh.tensor": DEVICES,
+    "trainer.distributed.processes": at_least(1),
+    "trainer.distributed.timeout_s": at_least(1),
+    "trainer.checkpoint.every": at_least(0),
+    "trainer.checkpoint.keep": at_least(1),
+    "weights.timeout_s": POSITIVE,
+    "eval.every": at_least(0),
+    "eval.prompts": at_least(0),
+    "eval.samples": at_least(1),
+    "eval.temperature": TEMPERATURE,
+    "eval.top_k": at_least(0),
+    "eval.max_new_tokens": at_least(0),
+    "sft.max_length": at_least(2),
+    "sft.batch_size": at_least(1),
+    "sft.epochs": at_least(1),
+}
 
 
 def _check_generation(config: Config) -> None:
@@ -222,50 +326,6 @@ def _check_lora(lora: LoraConfig) -> None:
             f"config.model.lora.rank={lora.rank} with alpha={lora.alpha} and targets={lora.targets}: adapters need an "
             "alpha above 0 and at least one target, or none of them ever changes the model; rank=0 trains without them"
         )
-
-
-def _bounds(config: Config) -> list[tuple[str, float, float]]:
-    """(key, value, least allowed value)."""
-    return [
-        ("rollout.max_staleness", config.rollout.max_staleness, 0),
-        ("rollout.group_size", config.rollout.group_size, 1),
-        ("rollout.max_new_tokens", config.rollout.max_new_tokens, 1),
-        ("rollout.temperature", config.rollout.temperature, 0),
-        ("rollout.max_consecutive_failures", config.rollout.max_consecutive_failures, 1),
-        ("model.lora.rank", config.model.lora.rank, 0),
-        ("data.max_prompt_tokens", config.data.max_prompt_tokens, 1),
-        ("reward.workers", config.reward.workers, 1),
-        ("generation.slots", config.generation.slots, 1),
-        ("generation.max_length", config.generation.max_length, 0),
-        ("generation.decode_steps", config.generation.decode_steps, 1),
-        ("generation.prefill_rows", config.generation.prefill_rows, 1),
-        ("generation.tensor", config.generation.tensor, 1),
-        ("generation.top_logprobs", config.generation.top_logprobs, 0),
-        ("generation.prefill_tokens", config.generation.prefill_tokens, 1),
-        ("trainer.steps", config.trainer.steps, 0 if config.sft.data else 1),
-        ("trainer.prompts_per_step", config.trainer.prompts_per_step, 1),
-        ("trainer.vocab_block", config.trainer.vocab_block, 1),
-        ("trainer.skipped_in_a_row", config.trainer.skipped_in_a_row, 1),
-        ("trainer.objective.minibatches", config.trainer.objective.minibatches, 1),
-        ("trainer.objective.clip_eps", config.trainer.objective.clip_eps, 0),
-        ("trainer.distributed.processes", config.trainer.distributed.processes, 1),
-        ("trainer.distributed.timeout_s", config.trainer.distributed.timeout_s, 1),
-        ("trainer.optimizer.lr", config.trainer.optimizer.lr, 0),
-        ("trainer.checkpoint.every", config.trainer.checkpoint.every, 0),
-        ("trainer.checkpoint.keep", config.trainer.checkpoint.keep, 1),
-        ("eval.every", config.eval.every, 0),
-        ("eval.prompts", config.eval.prompts, 0),
-        ("eval.max_new_tokens", config.eval.max_new_tokens, 0),
-        ("eval.temperature", config.eval.temperature, 0),
-        ("eval.top_k", config.eval.top_k, 0),
-        ("sft.max_length", config.sft.max_length, 2),
-        ("sft.batch_size", config.sft.batch_size, 1),
-        ("sft.epochs", config.sft.epochs, 1),
-        ("reward.timeout_s", config.reward.timeout_s, 0),
-        ("reward.memory_gb", config.reward.memory_gb, 0),
-        ("eval.samples", config.eval.samples, 1),
-        ("len(generation.addresses)", len(config.generation.addresses), 1),
-    ]
 
 
 def _check_files(config: Config, data: Mapping[str, str]) -> None:

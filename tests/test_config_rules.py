@@ -5,7 +5,8 @@ import json
 
 import pytest
 
-from areal_jax.config import build, default_config, to_json
+from areal_jax import config_rules
+from areal_jax.config import Config, build, default_config, to_json
 from areal_jax.config_rules import check, check_evaluation, check_packages, check_serving
 
 
@@ -57,10 +58,24 @@ def test_an_evaluation_alone_asks_for_nothing_of_training(tmp_path):
         ("rollout.temperature", 0.0, "samples greedily"),
         ("rollout.top_p", 0.8, "truncated distribution.*only top_p=1 and top_k=0 train"),
         ("rollout.top_k", 50, "only top_p=1 and top_k=0 train"),
-        ("eval.temperature", -1.0, "config.eval.temperature=-1.0 must be at least 0"),
+        ("eval.temperature", -1.0, "config.eval.temperature=-1.0 must be 0 .greedy., or at least 1e-06"),
         ("eval.top_p", 0.0, r"config.eval.top_p=0.0 must be above 0 and at most 1"),
         ("eval.top_p", 1.5, r"config.eval.top_p=1.5 must be above 0 and at most 1"),
         ("eval.top_k", -1, "config.eval.top_k=-1 must be at least 0"),
+        ("rollout.temperature", 1e39, "config.rollout.temperature=1e.39 must be 0 .greedy., or .* at most 1e.06"),
+        (
+            "trainer.optimizer",
+            {"warmup_fraction": 10.0},
+            "warmup_fraction=10.0 must be at least 0 and at most 1",
+        ),
+        ("trainer.optimizer", {"beta2": 1.0}, "optimizer.beta2=1.0 must be at least 0 and below 1"),
+        ("trainer.optimizer", {"max_grad_norm": 0.0}, "optimizer.max_grad_norm=0.0 must be above 0"),
+        ("trainer.optimizer", {"lr": float("nan")}, "optimizer.lr=nan must be at least 0"),
+        ("trainer.mesh", {"fsdp": 0}, "config.trainer.mesh.fsdp=0 must be at least 1, or -1 for all that are left"),
+        ("reward.correct", float("inf"), "config.reward.correct=inf must be a finite number"),
+        ("generation.length_buckets", (0, 28672), "config.generation.length_buckets=0 must be at least 1"),
+        ("generation.addresses", (), "config.generation.addresses is empty"),
+        ("run.seed", -1, "config.run.seed=-1 must be at least 0 and at most 4294967295"),
         ("eval.max_new_tokens", -1, "config.eval.max_new_tokens=-1 must be at least 0"),
         ("trainer.distributed", {"processes": 0}, "config.trainer.distributed.processes=0 must be at least 1"),
         ("trainer.distributed", {"processes": 2}, "coordinator='' must be host:port of process 0, at which the 2"),
@@ -224,3 +239,17 @@ def test_several_trainer_processes_are_no_threads_and_share_no_core(run, message
     values["run"] |= run
     with pytest.raises(ValueError, match=message):
         check(build(values))
+
+
+def test_bounds_are_of_settings_that_there_are_and_only_a_few_numbers_have_none():
+    known = {path for path, _ in config_rules._numbers(Config(), "")}
+    tuples = {"run.cores", "generation.length_buckets", "generation.slot_buckets", "trainer.row_buckets"}
+    of_rules = {
+        "reward.correct",
+        "reward.incorrect",
+        "rollout.top_p",
+        "rollout.top_k",
+        "eval.top_p",
+        "model.lora.alpha",
+    }
+    assert set(config_rules.BOUNDS) == (known | tuples) - of_rules
