@@ -186,7 +186,11 @@ def test_nothing_compiles_after_the_first_announcement(uninterrupted):
     assert {line["compilations"] for line in run.lines} == set(compiled)
 
 
-def test_resumed_run_trains_every_prompt_exactly_once(tmp_path, uninterrupted, model_config, params, groups):
+@pytest.mark.parametrize(("mesh", "atol"), [({}, 0.0), ({"data": 2, "fsdp": 2, "tensor": 2}, 1e-5)])
+def test_resumed_run_trains_every_prompt_exactly_once(
+    tmp_path, uninterrupted, model_config, params, groups, mesh, atol
+):
+    """To the same bits, and on other devices to the same weights."""
     config = make_config(tmp_path)
     first = Run(config, model_config, params)
     for group in groups[:4]:  # two batches generated ahead
@@ -198,7 +202,7 @@ def test_resumed_run_trains_every_prompt_exactly_once(tmp_path, uninterrupted, m
 
     with pytest.raises(RuntimeError, match="killed"):
         first.train(crash)
-    second = Run(config, model_config, None)
+    second = Run(make_config(tmp_path, mesh=mesh), model_config, None)
     progress = []
 
     def arrive(version):
@@ -214,7 +218,7 @@ def test_resumed_run_trains_every_prompt_exactly_once(tmp_path, uninterrupted, m
     assert progress[0].counted == 2 * config.batch_size
     whole, _ = uninterrupted
     for name, value in whole.publisher.published[4].items():
-        np.testing.assert_array_equal(second.publisher.published[4][name], value)
+        np.testing.assert_allclose(second.publisher.published[4][name], value, rtol=0, atol=atol)
 
 
 def test_facts_tell_apart_what_would_make_other_prompts_of_the_same_uids(tmp_path, model_config):
