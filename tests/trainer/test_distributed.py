@@ -135,6 +135,8 @@ def test_two_processes_train_as_one_does(alone, struck):
     directory, _, _, ends = struck
     assert [end.status for end in ends] == [0, 0], [end.error for end in ends]
     check_same_training(directory, alone, [1, 2, 3, 4])
+    # Tokens without gradient and tokens too old count for all processes as they do for one.
+    assert all(line["tokens/gradless"] > 0 for line in lines(alone)) and lines(alone)[-1]["tokens/masked"] > 0
 
 
 def test_nothing_compiles_after_the_first_step_has_begun(alone, struck):

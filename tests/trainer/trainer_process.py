@@ -52,7 +52,7 @@ def make_config(directory, count, event):
                 "skipped_in_a_row": 2,
                 "token_budget": 4 * LONGEST,  # two or three microbatches for a minibatch of four trajectories
                 "optimizer": {"lr": 1e-3},
-                "objective": {"minibatches": 2},
+                "objective": {"minibatches": 2, "group_baseline": True},
                 "mesh": MESHES[count],
                 "checkpoint": {"every": 1},
             },
@@ -61,7 +61,10 @@ def make_config(directory, count, event):
 
 
 class KnownQueue:
-    """A queue that has every batch from the start; version v's tokens are of version v, or one older."""
+    """A queue that has every batch from the start. Tokens are of any version so far, from version 4 on some too old.
+
+    The rewards of every second group are equal, so that it has no gradient.
+    """
 
     def __init__(self, last, scale=1.0):
         self.last, self.scale, self.finished, self.restored = last, scale, False, None
@@ -70,11 +73,12 @@ class KnownQueue:
     def get(self, version, *, timeout_s, stop):
         if version == self.last and not stop.wait(TIMEOUT_S):
             raise AssertionError("nobody told process 0 to stop")
-        rng = np.random.default_rng(version)
-        versions = (max(0, version - 1), version + 1)
+        rng = np.random.default_rng((1, version))
+        versions = (0, version + 1)
         uids = range(version * PROMPTS, (version + 1) * PROMPTS)
         batch = [trajectory(rng, uid, i, versions=versions) for uid in uids for i in range(GROUP)]
         batch = [dataclasses.replace(t, behav_logprobs=self.scale * t.behav_logprobs) for t in batch]
+        batch = [dataclasses.replace(t, reward=t.sample % 3 if t.uid % 2 else 0.1) for t in batch]
         return None if stop.is_set() else batch
 
     def announce(self, version, *, finished):
