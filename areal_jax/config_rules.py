@@ -108,6 +108,11 @@ def _check_reinforcement(config: Config) -> None:
         )
     if config.rollout.temperature == 0:
         raise ValueError("config.rollout.temperature=0 samples greedily, which gives no gradient; 1.0 is the paper's")
+    if config.reward.correct <= config.reward.incorrect:
+        raise ValueError(
+            f"config.reward.correct={config.reward.correct} must be more than config.reward.incorrect="
+            f"{config.reward.incorrect}: else right answers are not what is learned"
+        )
     _check_advantages(config)
     _check_distributed(config)
     _check_lora(config.model.lora)
@@ -159,8 +164,40 @@ def _check_bounds(config: Config) -> None:
             bounds = BOUNDS.get(path, ANY)
         if value not in bounds:
             raise ValueError(f"config.{path}={value} must be {bounds.text}")
-    if not config.generation.addresses:
+    _check_run(config)
+    _check_addresses(config)
+
+
+def _check_run(config: Config) -> None:
+    if not config.run.dir and not config.run.name:
+        raise ValueError("config.run.name is empty; it names the run's directory, runs/NAME, unless run.dir does")
+    if config.run_dir.exists() and not config.run_dir.is_dir():
+        raise ValueError(f"the run's directory {config.run_dir} is a file; give another --config.run.dir or run.name")
+    if config.run.launch == "threads" and config.run.cores:
+        raise ValueError(
+            f"config.run.launch=threads is a run in one process, and config.run.cores={config.run.cores} gives each "
+            "process a core; set launch=processes, or leave cores empty"
+        )
+
+
+def _check_addresses(config: Config) -> None:
+    settings = config.generation
+    if not settings.addresses:
         raise ValueError("config.generation.addresses is empty; it needs at least one host:port")
+    named = [("trainer.address", config.trainer.address)]
+    named += [("generation.addresses", each) for each in settings.addresses]
+    named += [("generation.http_addresses", each) for each in settings.http_addresses]
+    seen: dict[str, str] = {}
+    for key, address in named:
+        found = ADDRESS.fullmatch(address)
+        if not found or int(found["port"]) >= 2**16 or (":" in found["host"].strip("[]") and found["host"][0] != "["):
+            raise ValueError(
+                f'config.{key}: {address!r} must be "host:port" with a port of 0 (any free one) to 65535, like '
+                "127.0.0.1:8000 or [::1]:8000"
+            )
+        if int(found["port"]) and address in seen:
+            raise ValueError(f"config.{key} and config.{seen[address]} have {address} both; give each its own port")
+        seen[address] = key
 
 
 def _numbers(section: Any, prefix: str) -> Iterator[tuple[str, float]]:
@@ -193,6 +230,7 @@ def between(least: float, most: float) -> Bounds:
     return Bounds(f"at least {least} and at most {most}", lambda value: least <= value <= most)
 
 
+ADDRESS = re.compile(r"(?P<host>.+):(?P<port>[0-9]{1,5})")
 ANY = Bounds("a finite number", lambda value: True)
 POSITIVE = Bounds("above 0", lambda value: value > 0)
 SHARE = between(0, 1)
@@ -221,7 +259,7 @@ BOUNDS = {
     "generation.prefill_rows": at_least(1),
     "generation.prefill_tokens": at_least(1),
     "generation.tensor": at_least(1),
-    "generation.top_logprobs": at_least(0),
+    "generation.top_logprobs": between(0, 20),  # OpenAI's own limit
     "generation.max_waiting": at_least(1),
     "trainer.steps": at_least(1),
     "trainer.prompts_per_step": at_least(1),
@@ -237,7 +275,7 @@ BOUNDS = {
     "trainer.optimizer.eps": POSITIVE,
     "trainer.optimizer.weight_decay": at_least(0),
     "trainer.optimizer.max_grad_norm": POSITIVE,
-    "trainer.objective.clip_eps": at_least(0),
+    "trainer.objective.clip_eps": POSITIVE,
     "trainer.objective.minibatches": at_least(1),
     "trainer.mesh.data": DEVICES,
     "trainer.mesh.fsdp": DEVICES,
@@ -334,8 +372,12 @@ def _check_files(config: Config, data: Mapping[str, str]) -> None:
     _check_model(config)
     for key, value in data.items():
         _check_data(key, value)
-    if ":" in config.reward.function:
-        resolve(config.reward.function, "reward.function")
+    function = config.reward.function
+    if ":" not in function or not callable(resolve(function, "reward.function")):
+        raise ValueError(
+            f"config.reward.function={function!r} must be module:function of a function that takes completion, answer "
+            "and prompt"
+        )
 
 
 def _check_set(path: str, value: str) -> None:

@@ -23,8 +23,9 @@ from areal_jax import config as config_lib
 from areal_jax import weights
 from areal_jax.config import Config
 from areal_jax.launch import run_files
-from areal_jax.launch.child import PARENT
+from areal_jax.launch.child import PARENT, token
 from areal_jax.launch.display import Display
+from areal_jax.transport.servers import check_address
 
 CONFIG_FILE = pathlib.Path(config_lib.__file__).resolve()
 POLL_S = 0.5  # between two looks at the children and at the run's files
@@ -240,6 +241,8 @@ def with_ports(config: Config) -> Config:
             "config.trainer.distributed.coordinator=auto is for processes that a cluster starts, each with "
             "--role=trainer; 127.0.0.1:0 starts all of them here"
         )
+    for address in (config.trainer.address, *config.generation.addresses, *config.generation.http_addresses):
+        check_address(address, token())  # before any process is started
     met = [distributed.coordinator] if distributed.processes > 1 else []
     trainer, *others = _free([config.trainer.address, *met, *config.generation.addresses])
     generation = others[len(met) :]

@@ -124,7 +124,10 @@ def load_config(directory: pathlib.Path, *, vocab_multiple: int = 1) -> Transfor
             f"model.path={directory}: no config.json there; give a directory in the Hugging Face format (config.json, "
             "tokenizer.json, *.safetensors)"
         )
-    raw = json.loads(file.read_text())
+    try:
+        raw = json.loads(file.read_text())
+    except ValueError as error:
+        raise ValueError(f"{file} is no config.json of a model: {error}") from error
     family = _check_family(file, raw)
     _check_fields(file, raw)
     _check_layers(file, raw)

@@ -294,3 +294,9 @@ def test_a_field_that_transformers_would_fill_with_a_number_of_its_own_must_be_t
 def test_a_missing_model_says_what_was_looked_for(tmp_path):
     with pytest.raises(FileNotFoundError, match="no config.json there; give a directory in the Hugging Face format"):
         load_config(tmp_path / "nowhere")
+
+
+def test_a_file_that_is_no_json_is_named(tmp_path):
+    (tmp_path / "shape.json").write_text("# a shape")
+    with pytest.raises(ValueError, match=r"shape\.json is no config\.json of a model: Expecting value"):
+        load_config(tmp_path / "shape.json")
