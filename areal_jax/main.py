@@ -42,6 +42,11 @@ def main(argv: Sequence[str]) -> int:
         config = config_lib.build(_CONFIG.value)
         if _ROLE.value == "generator":  # also by itself, for a model without data or training
             config_rules.check_serving(config)
+            servers = len(config.generation.addresses)
+            if not 0 <= _INDEX.value < servers:
+                raise ValueError(
+                    f"--index={_INDEX.value} must be 0 to {servers - 1}: generation.addresses names {servers}"
+                )
         else:
             config_rules.check(config)
             if config.sft.data and not _DRY_RUN.value:

@@ -30,7 +30,8 @@ class Tokenizer:
 
     `eos_ids` are all tokens that end a completion, `end_id` is the one of them that ends a text to learn from, `pad_id`
     is what padding holds (it is always masked, never read as an end), `vocab_size` is one more than the largest token
-    id. `template` is None for a model without one.
+    id, `longest_token` the characters of the longest token as the vocabulary spells it. `template` is None for a model
+    without one.
     """
 
     def __init__(
@@ -49,7 +50,9 @@ class Tokenizer:
         self.eos_ids = eos_ids
         self.end_id = end_id
         self.pad_id = pad_id
-        self.vocab_size = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+        vocabulary = tokenizer.get_vocab(with_added_tokens=True)
+        self.vocab_size = max(vocabulary.values()) + 1
+        self.longest_token = max(map(len, vocabulary))
 
     @classmethod
     def load(cls, path: str | pathlib.Path) -> "Tokenizer":

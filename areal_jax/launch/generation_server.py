@@ -33,6 +33,7 @@ def run(config: Config, index: int, stop: threading.Event) -> None:
     from areal_jax.tokenizer import Tokenizer
     from areal_jax.transport import servers
 
+    servers.check_address(config.generation.addresses[index], child.token())  # before anything compiles
     compilation.enable_cache()
     profile = profiling.Profile(config.run_dir / "profile" / f"generation-{index}", config.profiled_steps)
     with http_server(config, index) as open_http:
@@ -43,7 +44,8 @@ def run(config: Config, index: int, stop: threading.Event) -> None:
             address=config.generation.addresses[index],
             tokenizer=Tokenizer.load(model_directory(config.model.path)),
             token=child.token(),
-            max_new_tokens=min(config.rollout.max_new_tokens, config.cache_length - 1),
+            max_new_tokens=config.rollout.max_new_tokens,
+            max_length=config.cache_length,
             temperature=config.rollout.temperature,
             seed=config.run.seed,
         )

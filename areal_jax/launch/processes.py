@@ -67,13 +67,20 @@ class Child:
 
     def complaint(self) -> str:
         if self.log is None:
-            return f"the {self.name} process ended with status {self.process.returncode}; what it said is above"
+            return f"the {self.name} process {_ended(self.process.returncode)}; what it said is above"
         printed = self.log.read_bytes()[self.log_begin :]
         lines = printed.decode(errors="replace").splitlines()
         errors = [line for line in lines if line.startswith("error: ")]
         text = errors[-1].removeprefix("error: ") if errors else "\n".join(lines[-15:])
-        status = self.process.returncode
-        return f"the {self.name} process ended with status {status}: {text}\n(its whole output: {self.log})"
+        return f"the {self.name} process {_ended(self.process.returncode)}: {text}\n(its whole output: {self.log})"
+
+
+def _ended(status: int) -> str:
+    if status == -signal.SIGKILL:
+        return "was killed (SIGKILL), by hand or for want of memory; the same command goes on. The last it said"
+    if status == 130:
+        return "was asked to stop before its end; the same command goes on. The last it said"
+    return f"ended with status {status}"
 
 
 def run(config: Config, *, command: Sequence[str]) -> int:

@@ -34,11 +34,12 @@ if TYPE_CHECKING:  # the controller starts without jax
 
 log = logging.getLogger(__name__)
 
+STOPPED = 130  # exit status
 LINGER_S = 3.0  # that the trainer still answers after training, so that the controller hears of the end
 
 
 def run(config: Config, role: str, *, index: int = 0, process: int | None = None) -> int:
-    """Runs one part to its end and returns the exit status.
+    """Runs one part to its end and returns the exit status: 0, or 130 where it was asked to stop before.
 
     `index` is which of the generation servers it is, `process` which of the trainer's processes (see `joined`).
     """
@@ -49,22 +50,23 @@ def run(config: Config, role: str, *, index: int = 0, process: int | None = None
     if role == "rollout":
         child.end_in_order(stop)
         asyncio.run(_rollout(config, stop))
-    elif role == "trainer":
-        _trainer(config, process, stop)
-    else:
-        generation_server.run(config, index, stop)
+        return STOPPED if stop.is_set() else 0
+    if role == "trainer":
+        return 0 if _trainer(config, process, stop) >= config.trainer.steps else STOPPED
+    generation_server.run(config, index, stop)
     return 0
 
 
 # Trainer.
 
 
-def _trainer(config: Config, process: int | None, stop: threading.Event) -> None:
+def _trainer(config: Config, process: int | None, stop: threading.Event) -> int:
+    """The version that was reached."""
     from areal_jax import compilation
 
     compilation.enable_cache()
     with joined(config, process, stop) as processes:
-        (_follow if processes.index else _lead)(config, processes, stop)
+        return (_follow if processes.index else _lead)(config, processes, stop)
 
 
 @contextlib.contextmanager
@@ -89,7 +91,7 @@ def _ready(processes: "Processes", stop: threading.Event) -> None:
     processes.barrier("every program is compiled")
 
 
-def _follow(config: Config, processes: "Processes", stop: threading.Event) -> None:
+def _follow(config: Config, processes: "Processes", stop: threading.Event) -> int:
     """A process that is not the first: the same loop, without queue and generators."""
     from areal_jax.trainer import shared
 
@@ -97,10 +99,10 @@ def _follow(config: Config, processes: "Processes", stop: threading.Event) -> No
         _ready(processes, stop)
         return shared.OwnTimes(config.run_dir, processes.index, version=version)
 
-    _loop(config, shared.NoQueue(), shared.NoPublisher(), open_log, stop, processes)
+    return _loop(config, shared.NoQueue(), shared.NoPublisher(), open_log, stop, processes)
 
 
-def _lead(config: Config, processes: "Processes", stop: threading.Event) -> None:
+def _lead(config: Config, processes: "Processes", stop: threading.Event) -> int:
     from areal_jax import weights
     from areal_jax.transport import clients, servers
 
@@ -127,8 +129,9 @@ def _lead(config: Config, processes: "Processes", stop: threading.Event) -> None
 
     try:
         send = weights.shared_memory_sender(directory, push)
-        train(config, queue, send, stop, processes, lambda: _ready(processes, stop))
+        version = train(config, queue, send, stop, processes, lambda: _ready(processes, stop))
         stop.wait(LINGER_S)
+        return version
     finally:
         server.stop()
         weights.remove_directory(directory)
@@ -141,10 +144,10 @@ def train(
     stop: threading.Event,
     processes: "Processes",
     on_ready: Callable[[], None] = lambda: None,
-) -> None:
+) -> int:
     """The training loop with its files, on a queue and on whatever sends weights to the generators.
 
-    `on_ready` is called when everything is compiled, before the first step.
+    `on_ready` is called when everything is compiled, before the first step. Returns the version that was reached.
     """
     from areal_jax.weights import Publisher
 
@@ -153,7 +156,8 @@ def train(
         return step_log(config, version)
 
     record = JsonlWriter(config.run_dir / "publishes.jsonl").write
-    _loop(config, queue, Publisher(send, queue.announce, failed=stop.set, record=record), open_log, stop, processes)
+    publisher = Publisher(send, queue.announce, failed=stop.set, record=record)
+    return _loop(config, queue, publisher, open_log, stop, processes)
 
 
 def _loop(
@@ -163,12 +167,12 @@ def _loop(
     open_log: Callable[[int], Any],
     stop: threading.Event,
     processes: "Processes",
-) -> None:
+) -> int:
     from areal_jax.models.safetensors_files import read_params
     from areal_jax.trainer import loop
 
     shape = model_config(config)
-    loop.train(
+    return loop.train(
         config,
         model_config=shape,
         read_params=functools.partial(read_params, model_directory(config.model.path), shape),

@@ -202,7 +202,11 @@ class HttpServer:
         scheduler = self._scheduler
         if scheduler is None or not self._is_ready():
             raise ApiError(503, f"not ready: {self._failure() or self._reason}", code="not_ready")
-        asked = await asyncio.to_thread(self._read, read, await request.read())  # a long text holds nobody else up
+        try:
+            data = await request.read()
+        except web.RequestPayloadError as error:  # not compressed as its headers say
+            raise ApiError(400, f"the body cannot be read: {error}") from error
+        asked = await asyncio.to_thread(self._read, read, data)  # a long text holds nobody else up
         self._check_model(asked.model)
         answer = Answer(asked, self._model.name, self._model.tokenizer)
         async with contextlib.aclosing(parts(scheduler, asked, answer)) as arriving:

@@ -33,11 +33,19 @@ class DecodeServicer(jetstream_pb2_grpc.OrchestratorServicer):
     """Every request is a prompt of its own: its uid, which keys the sampling, counts requests."""
 
     def __init__(
-        self, scheduler: Scheduler, tokenizer: Tokenizer, *, max_new_tokens: int, temperature: float, seed: int
+        self,
+        scheduler: Scheduler,
+        tokenizer: Tokenizer,
+        *,
+        max_new_tokens: int,
+        max_length: int,
+        temperature: float,
+        seed: int,
     ):
+        """Most new tokens of an answer, and most tokens of a prompt and its answer."""
         self._scheduler = scheduler
         self._tokenizer = tokenizer
-        self._max_new_tokens = max_new_tokens
+        self._max_new_tokens, self._max_length = max_new_tokens, max_length
         self._temperature = temperature
         self._seed = seed
         self._uids = itertools.count()
@@ -65,12 +73,13 @@ class DecodeServicer(jetstream_pb2_grpc.OrchestratorServicer):
             raise ValueError("the request has no prompt; set text_content or token_content")
         if request.max_tokens < 0:
             raise ValueError(f"max_tokens={request.max_tokens} must be positive, or 0 for this server's limit")
+        most = max(1, min(self._max_new_tokens, self._max_length - len(ids)))
         return GenerateRequest(
             uid=next(self._uids),
             prompt_tokens=np.array(ids, np.int32),
             samples=(0,),
             sampling=Sampling(
-                max_new_tokens=min(request.max_tokens or self._max_new_tokens, self._max_new_tokens),
+                max_new_tokens=min(request.max_tokens or most, most),
                 temperature=self._temperature,
                 seed=self._seed,
                 stop_tokens=tuple(self._tokenizer.eos_ids),

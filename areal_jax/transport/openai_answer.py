@@ -19,7 +19,7 @@ import numpy as np
 
 from areal_jax.transport.jetstream_decode import TextStream
 from areal_jax.transport.openai_request import Asked, Tokenizer
-from areal_jax.types import UNPUBLISHED, Alternatives, Chunk, GenerateRequest
+from areal_jax.types import UNPUBLISHED, Chunk, GenerateRequest
 
 
 def fingerprint(version: int) -> str:
@@ -87,6 +87,7 @@ class Choice:
         self._stream = TextStream(tokenizer)
         self._shown = ShownText(request.sampling.stop_strings)
         self._characters = 0
+        self._before = int(request.prompt_tokens[-1])  # the token before the next one
 
     def add(self, chunk: Chunk) -> Part:
         """What a chunk adds."""
@@ -102,20 +103,28 @@ class Choice:
             logprobs=chunk.logprobs,
             versions=chunk.versions,
             texts=tuple(texts),
-            alternatives=self._alternatives(chunk.alternatives),
+            alternatives=self._alternatives(chunk, texts),
             offset=offset,
             finish_reason=chunk.finish_reason,
         )
 
-    def _alternatives(self, found: Alternatives | None) -> tuple[Likeliest, ...]:
-        if found is None:
+    def _alternatives(self, chunk: Chunk, texts: Sequence[str]) -> tuple[Likeliest, ...]:
+        if chunk.alternatives is None:
             return ()
-        return tuple(map(self._spelled, found.tokens.tolist(), found.logprobs.tolist()))
+        made, found = [], zip(chunk.alternatives.tokens.tolist(), chunk.alternatives.logprobs.tolist(), strict=True)
+        for own, text, (tokens, logprobs) in zip(chunk.tokens.tolist(), texts, found, strict=True):
+            pairs = [pair for pair in zip(tokens, logprobs, strict=True) if math.isfinite(pair[1])]  # that may be drawn
+            made.append(tuple((text if token == own else self._spelled(token), logprob) for token, logprob in pairs))
+            self._before = own
+        return tuple(made)
 
-    def _spelled(self, tokens: Sequence[int], logprobs: Sequence[float]) -> Likeliest:
-        """Without what is never drawn. Tokens may read alike: parts of a character, or what ends an answer."""
-        pairs = zip(tokens, logprobs, strict=True)
-        return tuple((self._tokenizer.decode([token]), logprob) for token, logprob in pairs if math.isfinite(logprob))
+    def _spelled(self, token: int) -> str:
+        """A token as it reads behind the one before, as that of a word may begin with a space only there.
+
+        Tokens may read alike: parts of a character, or what ends an answer.
+        """
+        before, both = (self._tokenizer.decode(ids) for ids in ([self._before], [self._before, token]))
+        return both[len(before) :] if both.startswith(before) else self._tokenizer.decode([token])
 
     def _texts(self, chunk: Chunk) -> list[str]:
         """A text for each token: "" for one that ends the answer, or is only the beginning of a character."""

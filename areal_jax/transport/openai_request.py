@@ -27,6 +27,7 @@ from areal_jax.types import GenerateRequest, Sampling
 MAX_TOKENS = 16  # of a completion that does not say: OpenAI's default; a chat answer may fill the context
 MAX_CHOICES = 128  # OpenAI's limit of n
 MOST_TIMEOUT_S = 1e9
+SLACK = 8  # times the characters of a sequence of longest tokens: a tokenizer may drop or join some
 MAX_ALTERNATIVES = 20  # OpenAI's limit of top_logprobs
 LEAST_TEMPERATURE = 1e-3
 MOST_TEMPERATURE = 1e6
@@ -57,6 +58,7 @@ class Tokenizer(Protocol):
     """`areal_jax.tokenizer.Tokenizer`."""
 
     vocab_size: int
+    longest_token: int  # characters
 
     @property
     def eos_ids(self) -> tuple[int, ...]: ...
@@ -167,7 +169,7 @@ def _shown(value: Any) -> str:
 def read_completion(body: Any, tokenizer: Tokenizer, *, max_length: int, top_logprobs: int) -> Asked:
     """A request of /v1/completions, to a server of at most these. Raises ApiError."""
     fields = Fields(body)
-    prompts = _prompts(fields.take("prompt", (str, list)), tokenizer)
+    prompts = _prompts(fields.take("prompt", (str, list)), tokenizer, max_length)
     wants_logprobs = _alternatives(fields, "logprobs", None, top_logprobs)
     longest = max(map(len, prompts))
     max_tokens = fields.number("max_tokens", int, min(MAX_TOKENS, max(1, max_length - longest)), 1, math.inf)
@@ -179,6 +181,7 @@ def read_chat(body: Any, tokenizer: Tokenizer, *, max_length: int, top_logprobs:
     """A request of /v1/chat/completions, to a server of at most these. Raises ApiError."""
     fields = Fields(body)
     messages = _messages(fields.take("messages", list))
+    _check_text("messages", sum(len(message["content"] or "") for message in messages), tokenizer, max_length)
     variables = fields.take("chat_template_kwargs", dict, {})
     unknown = sorted(variables.keys() - tokenizer.chat_variables)
     if unknown:
@@ -298,14 +301,17 @@ def sampling_identity(seed: int, prompt_index: int) -> tuple[int, int]:
     return int.from_bytes(digest[:4]), FIRST_UID | int.from_bytes(digest[4:]) >> 1
 
 
-def _prompts(given: Any, tokenizer: Tokenizer) -> list[np.ndarray]:
+def _prompts(given: Any, tokenizer: Tokenizer, max_length: int) -> list[np.ndarray]:
     """The prompts of a text, several texts, token ids, or several lists of token ids."""
     if given is None:
         raise ApiError(400, "prompt is missing", param="prompt")
     several = isinstance(given, list) and bool(given) and isinstance(given[0], list | str)
+    if several and {str, list} <= {type(each) for each in given}:
+        raise ApiError(400, f"prompt={_shown(given)} must be only texts, or only lists of token ids", param="prompt")
     prompts = []
     for each in given if several else [given]:
         if isinstance(each, str):
+            _check_text("prompt", len(each), tokenizer, max_length)
             ids = _encode(each, tokenizer)
         else:
             ids = each
@@ -360,6 +366,18 @@ def _text_part(part: Any, index: int) -> str:
             400, f'messages[{index}].content: this model reads text only, parts of {{"type": "text"}}', param="messages"
         )
     return part["text"]
+
+
+def _check_text(param: str, characters: int, tokenizer: Tokenizer, max_length: int) -> None:
+    """Refuses at once what would take long to encode and cannot fit, however long its tokens are."""
+    if characters > SLACK * max_length * tokenizer.longest_token:
+        raise ApiError(
+            400,
+            f"the prompt has {characters} characters, too many for the {max_length} tokens that this server holds per "
+            "sequence (generation.max_length): shorten it",
+            param=param,
+            code="context_length_exceeded",
+        )
 
 
 def _check_length(param: str, prompt: int, max_tokens: int, max_length: int) -> None:

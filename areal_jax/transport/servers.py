@@ -49,15 +49,17 @@ def serve_generation(
     tokenizer: Tokenizer,
     token: str = "",
     max_new_tokens: int = 1024,
+    max_length: int = 2**31 - 1,
     temperature: float = 1.0,
     seed: int = 0,
 ) -> Server:
-    """Serves a scheduler, and JetStream's clients with it; `max_new_tokens`, `temperature`, `seed` are for those alone.
+    """Serves a scheduler, and JetStream's clients with it; what follows the token is for those alone.
 
     Raises ValueError for an address that is not "host:port" or that needs a token, OSError for a port in use.
     """
     check_address(address, token)
-    decode = DecodeServicer(scheduler, tokenizer, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed)
+    limits = {"max_new_tokens": max_new_tokens, "max_length": max_length}
+    decode = DecodeServicer(scheduler, tokenizer, **limits, temperature=temperature, seed=seed)
     started: futures.Future[tuple[int, Callable[[], object]]] = futures.Future()
 
     async def serve() -> None:

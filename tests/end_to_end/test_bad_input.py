@@ -82,8 +82,8 @@ def test_a_port_in_use_is_named_by_a_part_started_by_hand(tmp_path, role):
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         address = f"127.0.0.1:{taken.getsockname()[1]}"
-        settings = {"trainer.address": address, "generation.addresses": f"('{address}',)"}
-        status, _, err = job.end(job.start(tmp_path / "run", settings, f"--role={role}"), 60)
+        own = {"trainer": {"trainer.address": address}, "generator": {"generation.addresses": f"('{address}',)"}}
+        status, _, err = job.end(job.start(tmp_path / "run", own[role], f"--role={role}"), 60)
     assert status == 2
     assert f"error: cannot listen on address={address}: another process has this port" in err
     assert "Traceback" not in err

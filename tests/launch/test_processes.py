@@ -46,3 +46,27 @@ def test_one_trainer_needs_no_meeting_point():
     config = build({})
     assert processes.with_ports(config).trainer.distributed == config.trainer.distributed
     assert [name for name, _ in processes._parts(config)] == ["rollout", "trainer", "generator-0"]
+
+
+@pytest.mark.parametrize(
+    ("end", "told"),
+    [
+        ("os.kill(os.getpid(), 9)", "was killed (SIGKILL), by hand or for want of memory; the same command goes on"),
+        ("sys.exit(130)", "was asked to stop before its end; the same command goes on"),
+        ("sys.exit(3)", "ended with status 3"),
+    ],
+)
+def test_a_part_that_ends_before_the_run_does_ends_the_run_and_says_how(tmp_path, end, told):
+    (tmp_path / "log").touch()
+    running = [
+        subprocess.Popen([sys.executable, "-c", code])
+        for code in (f"import os, sys; {end}", "import time; time.sleep(60)")
+    ]
+    children = [
+        Child(name, process, tmp_path / "log") for name, process in zip(("trainer", "rollout"), running, strict=True)
+    ]
+    with pytest.raises(processes.RunFailed) as caught:
+        processes._wait(children, lambda: False, lambda: None)
+    assert str(caught.value).startswith(f"the trainer process {told}")
+    running[1].kill()
+    running[1].wait()

@@ -116,6 +116,7 @@ class FakeTokenizer:
     """One token per byte of UTF-8; 3 (end of text) ends."""
 
     eos_ids = (3,)
+    longest_token = 1
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode())

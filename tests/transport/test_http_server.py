@@ -9,11 +9,13 @@ import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
 
 from areal_jax.transport.http_server import HttpServer, Model
-from areal_jax.transport.openai_answer import ShownText
+from areal_jax.transport.openai_answer import Choice, ShownText
 from areal_jax.transport.openai_request import FIRST_UID, read_completion, sampling_identity
+from areal_jax.types import Alternatives, Chunk, GenerateRequest, Sampling
 from tests.transport.fakes import FakeScheduler, FakeTokenizer
 
 NAME = "tiny/model"
@@ -91,6 +93,8 @@ def until(condition):
         ({"prompt": ""}, "prompt is empty", "prompt"),
         ({"prompt": []}, "prompt is empty", "prompt"),
         ({"prompt": "\ud800"}, "surrogates not allowed", "prompt"),
+        ({"prompt": ["a", [1]]}, "must be only texts, or only lists of token ids", "prompt"),
+        ({"prompt": "a" * 513}, "the prompt has 513 characters, too many for the 64 tokens", "prompt"),
         ({"prompt": [1, "a"]}, "must be text or token ids", "prompt"),
         ({"prompt": [[1], 2]}, "must be text or token ids", "prompt"),
         ({"prompt": [True]}, "must be text or token ids", "prompt"),
@@ -357,6 +361,26 @@ def test_a_text_that_takes_long_to_encode_holds_nobody_else_up(scheduler, monkey
         go_on.set()
         assert answer.result()[0] == 200
     server.stop()
+
+
+def test_a_body_that_is_not_compressed_as_it_says_is_the_clients_mistake(server):
+    status, answer, _ = call(server, "/v1/completions", b"no gzip", headers={"Content-Encoding": "gzip"})
+    assert status == 400 and answer["error"]["message"].startswith("the body cannot be read")
+
+
+def test_an_alternative_reads_as_it_would_behind_the_token_before():
+    """The words of some vocabularies begin with a space, but not at the beginning of a text."""
+
+    class Words(FakeTokenizer):
+        def decode(self, ids):
+            return " ".join({0: "", 1: "a", 2: "b", 3: "c"}[i] for i in ids).strip()
+
+    likeliest = Alternatives(np.array([[2, 3], [3, 2]]), np.array([[-0.5, -1.0], [-0.1, -3.0]]))
+    sampled = {"tokens": np.array([2, 2]), "logprobs": np.array([-0.5, -3.0]), "versions": np.array([0, 0])}
+    choice = Choice(GenerateRequest(0, np.array([1]), (0,), Sampling(4)), Words())
+    part = choice.add(Chunk(sample=0, **sampled, finish_reason="length", alternatives=likeliest))
+    assert part.texts == ("b", " b")
+    assert part.alternatives == ((("b", -0.5), (" c", -1.0)), ((" c", -0.1), (" b", -3.0)))
 
 
 def test_text_ends_before_the_first_of_several_stop_strings():

@@ -224,6 +224,15 @@ def test_text_comes_in_whole_characters_that_join_to_the_whole_text():
     assert cut.add(list("€".encode()[:2]), ended=True) == "\ufffd"  # cut by the length limit: shown as it is
 
 
+def test_a_jetstream_limit_leaves_room_for_the_prompt(scheduler):
+    server = serve_fake(scheduler, max_new_tokens=6, max_length=8)
+    with grpc.insecure_channel(server.address) as channel:
+        for prompt, asked, most in (("abc", 0, 5), ("a", 0, 6), ("abc", 9, 5), ("abc", 2, 2)):
+            decode(channel, text_content=text(prompt), max_tokens=asked)
+            assert scheduler.requests[-1].sampling.max_new_tokens == most
+    server.stop()
+
+
 @pytest.mark.parametrize("fields", [{}, {"text_content": text("")}, {"text_content": text("a"), "max_tokens": -1}])
 def test_jetstream_request_that_asks_nothing_is_refused(channel, fields):
     code, words = code_and_text(lambda: decode(channel, **fields))
