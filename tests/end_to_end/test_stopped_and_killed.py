@@ -100,7 +100,7 @@ def test_a_killed_child_ends_the_run_with_its_name_and_last_words(starts, role):
     start = starts[role]
     name = {"trainer": "trainer", "generator": "generator-0"}[role]
     assert start.status == 1
-    assert start.err.startswith(f"error: the {name} process ended with status -9: ")
+    assert start.err.startswith(f"error: the {name} process was killed (SIGKILL), by hand or for want of memory; ")
     assert {"trainer": "waiting for trajectories", "generator": "listens on"}[role] in start.err
     assert start.seconds < 15
 
