@@ -20,6 +20,7 @@ from typing import Any, Literal
 from ml_collections import ConfigDict
 
 DATA_FILES = (".jsonl", ".json", ".parquet", ".jsonl.gz", ".json.gz")
+AUTO = "auto"  # trainer.distributed.coordinator of processes that a cluster starts, which knows all they need
 HUB = "hub:"  # begins the name of a data set on the Hugging Face Hub
 PROFILED = re.compile(r"(\d+):(\d+)")  # profile.steps
 OPTIONS = ("data.options.", "eval.options.", "sft.options.", "sft.eval_options.")  # keys that are free

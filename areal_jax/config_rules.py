@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from areal_jax.config import (
+    AUTO,
     DATA_FILES,
     HUB,
     PROFILED,
@@ -56,7 +57,7 @@ def _check_supervised(config: Config) -> None:
             f"config.sft.data={settings.data} (supervised fine-tuning) and config.data.train={config.data.train} "
             "(reinforcement learning) are both set; leave one of them empty: --config.data.train= or --config.sft.data="
         )
-    _check_bounds(config)
+    _check_values(config)
     _check_distributed(config)
     _check_model(config)
     _check_lora(config.model.lora)
@@ -130,7 +131,7 @@ def check_evaluation(config: Config) -> None:
 
 def _check_evaluation(config: Config, data: Mapping[str, str]) -> None:
     """`data` are the prompt sources that must be there, by key."""
-    _check_bounds(config)
+    _check_values(config)
     _check_files(config, data)
     _check_generation(config)
     if config.generation.max_length and config.generation.max_length < config.needed_length:
@@ -151,12 +152,12 @@ def _check_evaluation(config: Config, data: Mapping[str, str]) -> None:
 
 def check_serving(config: Config) -> None:
     """As `check`, for a generation server by itself: it needs a model, and neither data nor a reward."""
-    _check_bounds(config)
+    _check_values(config)
     _check_model(config)
     _check_generation(config)
 
 
-def _check_bounds(config: Config) -> None:
+def _check_values(config: Config) -> None:
     for path, value in _numbers(config, ""):
         if path == "trainer.steps" and config.sft.data:
             bounds = at_least(0)  # as many as the epochs need
@@ -340,7 +341,7 @@ def _check_distributed(config: Config) -> None:
     settings = config.trainer.distributed
     if settings.processes == 1:
         return
-    if settings.coordinator != "auto" and not re.fullmatch(r".+:[0-9]+", settings.coordinator):
+    if settings.coordinator != AUTO and not re.fullmatch(r".+:[0-9]+", settings.coordinator):
         raise ValueError(
             f"config.trainer.distributed.coordinator={settings.coordinator!r} must be host:port of process 0, at which "
             f"the {settings.processes} processes of the trainer meet; 127.0.0.1:0 when all of them are on this machine "

@@ -37,9 +37,10 @@ from jax._src.distributed import global_state  # JAX has no public name for the 
 from jax.errors import JaxRuntimeError
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from areal_jax.config import AUTO
+
 log = logging.getLogger(__name__)
 
-AUTO = "auto"  # the coordinator of processes that a cluster has started, which knows all that they need
 CHUNK_BYTES = 4 << 20  # that one device sends another at a time: one size, so one program
 HEARTBEAT_S = 100.0
 POLL_S = 1.0

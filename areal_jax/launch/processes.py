@@ -21,7 +21,7 @@ from typing import IO
 
 from areal_jax import config as config_lib
 from areal_jax import weights
-from areal_jax.config import Config
+from areal_jax.config import AUTO, Config
 from areal_jax.launch import run_files
 from areal_jax.launch.child import PARENT, token
 from areal_jax.launch.display import Display
@@ -243,7 +243,7 @@ def _interruptible() -> Iterator[Callable[[], bool]]:
 def with_ports(config: Config) -> Config:
     """The config with a free port for each address that leaves it open. Raises ValueError for a port in use."""
     distributed = config.trainer.distributed
-    if distributed.processes > 1 and distributed.coordinator == "auto":
+    if distributed.processes > 1 and distributed.coordinator == AUTO:
         raise ValueError(
             "config.trainer.distributed.coordinator=auto is for processes that a cluster starts, each with "
             "--role=trainer; 127.0.0.1:0 starts all of them here"

@@ -239,14 +239,22 @@ _OBJECTS = {
 def _logprobs(part: Part) -> dict[str, Any]:
     offsets = part.offset + np.cumsum([0, *map(len, part.texts)])[:-1]
     drawn = zip(part.texts, part.logprobs.tolist(), strict=True)
-    # By text, as this form has it: of tokens that read alike the likeliest, and in any case the one that was drawn.
-    alternatives = [dict(each[::-1]) | dict([own]) for each, own in zip(part.alternatives, drawn, strict=False)]
+    pairs = zip(part.alternatives, drawn, strict=bool(part.alternatives))  # without any there is nothing to pair
+    alternatives = [_by_text(each) | dict([own]) for each, own in pairs]
     return {
         "tokens": list(part.texts),
         "token_logprobs": part.logprobs.tolist(),
         "top_logprobs": alternatives or None,
         "text_offset": offsets.tolist(),
     }
+
+
+def _by_text(alternatives: Likeliest) -> dict[str, float]:
+    """As completions have them: of tokens that read alike the likeliest."""
+    likeliest: dict[str, float] = {}
+    for text, logprob in alternatives:
+        likeliest.setdefault(text, logprob)
+    return likeliest
 
 
 def _chat_logprobs(part: Part) -> dict[str, Any]:

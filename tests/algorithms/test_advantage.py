@@ -71,6 +71,16 @@ def test_groups_of_equal_rewards_beside_others_get_exact_zeros(size, right, norm
     rewards = np.concatenate([np.full(size, right), np.full(size, 0.1), np.arange(size), np.full(size, -right)])
     got = advantages(rewards, np.repeat([4, 2, 9, 1], size), normalize=normalize, group_baseline=True)
     assert [np.count_nonzero(part) for part in got.reshape(4, size)] == [0, 0, 2 * (size // 2), 0]
+    many = np.repeat(np.random.default_rng(0).choice([right, 0.1], 39), size)
+    got = trajectory_advantages(
+        np.append(many, np.arange(size) / 7),  # float64, as the loop has them: means are rounded
+        np.repeat(np.arange(40), size),
+        group_size=size,
+        normalize=normalize,
+        std="population",
+        group_baseline=True,
+    )
+    assert not np.any(got[:-size]) and np.any(got[-size:])
     without = advantages(rewards, np.repeat([4, 2, 9, 1], size), normalize="batch")
     assert np.count_nonzero(without) == 4 * size  # against the batch's mean the groups differ
 

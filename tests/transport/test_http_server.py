@@ -377,10 +377,10 @@ def test_an_alternative_reads_as_it_would_behind_the_token_before():
 
     likeliest = Alternatives(np.array([[2, 3], [3, 2]]), np.array([[-0.5, -1.0], [-0.1, -3.0]]))
     sampled = {"tokens": np.array([2, 2]), "logprobs": np.array([-0.5, -3.0]), "versions": np.array([0, 0])}
-    choice = Choice(GenerateRequest(0, np.array([1]), (0,), Sampling(4)), Words())
+    choice = Choice(GenerateRequest(0, np.array([0]), (0,), Sampling(4)), Words())
     part = choice.add(Chunk(sample=0, **sampled, finish_reason="length", alternatives=likeliest))
     assert part.texts == ("b", " b")
-    assert part.alternatives == ((("b", -0.5), (" c", -1.0)), ((" c", -0.1), (" b", -3.0)))
+    assert part.alternatives == ((("b", -0.5), ("c", -1.0)), ((" c", -0.1), (" b", -3.0)))
 
 
 def test_text_ends_before_the_first_of_several_stop_strings():
