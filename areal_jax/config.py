@@ -315,9 +315,17 @@ def default_config() -> ConfigDict:
 
 
 def get_config(path: str) -> ConfigDict:
-    """The resolved config that a run saved: `--config=areal_jax/config.py:runs/math/config.json`."""
+    """The resolved config that a run saved: `--config=areal_jax/config.py:runs/math/config.json`.
+
+    Raises ValueError for a file that is not there or is no such config.
+    """
     config = default_config()
-    saved = json.loads(pathlib.Path(path).read_text())
+    try:
+        saved = json.loads(pathlib.Path(path).read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} is no config.json that a run has saved: {error}") from None
+    if not isinstance(saved, dict):
+        raise ValueError(f"{path} is no config.json that a run has saved: it holds a {type(saved).__name__}")
     build(saved)  # names an unknown key before ml_collections stumbles over it
     config.update(ConfigDict(saved))
     return config

@@ -7,10 +7,10 @@ and `evaluate`. Needs no device: what depends on the mesh is checked by the trai
 import dataclasses
 import math
 import pathlib
-import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from areal_jax import addresses
 from areal_jax.config import (
     AUTO,
     DATA_FILES,
@@ -23,6 +23,7 @@ from areal_jax.config import (
     require,
     resolve,
 )
+from areal_jax.types import LEAST_TEMPERATURE, MOST_TEMPERATURE
 
 
 def check(config: Config) -> None:
@@ -124,6 +125,19 @@ def _check_reinforcement(config: Config) -> None:
         )
 
 
+def check_parts(config: Config) -> None:
+    """Raises ValueError where parts that are started one by one could not find each other."""
+    named = [("trainer.address", config.trainer.address)]
+    named += [("generation.addresses", each) for each in config.generation.addresses]
+    for key, address in named:
+        if not addresses.split(address)[1]:
+            raise ValueError(
+                f"config.{key}: the port of {address} is left open, so that the other parts could not find it; give "
+                "each part that you start by itself the same addresses with ports, or leave --role out, and all start "
+                "here"
+            )
+
+
 def check_evaluation(config: Config) -> None:
     """As `check`, for an evaluation alone: of what only training needs nothing is asked."""
     _check_evaluation(config, {"eval.data": config.eval.data})
@@ -172,6 +186,11 @@ def _check_values(config: Config) -> None:
 def _check_run(config: Config) -> None:
     if not config.run.dir and not config.run.name:
         raise ValueError("config.run.name is empty; it names the run's directory, runs/NAME, unless run.dir does")
+    if not config.run.dir and pathlib.PurePath(config.run.name).name != config.run.name:
+        raise ValueError(
+            f"config.run.name={config.run.name!r} must be the name of a directory under runs/, without a path; "
+            "run.dir takes any directory"
+        )
     if config.run_dir.exists() and not config.run_dir.is_dir():
         raise ValueError(f"the run's directory {config.run_dir} is a file; give another --config.run.dir or run.name")
     if config.run.launch == "threads" and config.run.cores:
@@ -190,13 +209,8 @@ def _check_addresses(config: Config) -> None:
     named += [("generation.http_addresses", each) for each in settings.http_addresses]
     seen: dict[str, str] = {}
     for key, address in named:
-        found = ADDRESS.fullmatch(address)
-        if not found or int(found["port"]) >= 2**16 or (":" in found["host"].strip("[]") and found["host"][0] != "["):
-            raise ValueError(
-                f'config.{key}: {address!r} must be "host:port" with a port of 0 (any free one) to 65535, like '
-                "127.0.0.1:8000 or [::1]:8000"
-            )
-        if int(found["port"]) and address in seen:
+        _, port = addresses.split(address, f"config.{key}")
+        if port and address in seen:
             raise ValueError(f"config.{key} and config.{seen[address]} have {address} both; give each its own port")
         seen[address] = key
 
@@ -231,12 +245,14 @@ def between(least: float, most: float) -> Bounds:
     return Bounds(f"at least {least} and at most {most}", lambda value: least <= value <= most)
 
 
-ADDRESS = re.compile(r"(?P<host>.+):(?P<port>[0-9]{1,5})")
 ANY = Bounds("a finite number", lambda value: True)
 POSITIVE = Bounds("above 0", lambda value: value > 0)
 SHARE = between(0, 1)
 DECAY = Bounds("at least 0 and below 1", lambda value: 0 <= value < 1)
-TEMPERATURE = Bounds("0 (greedy), or at least 1e-06 and at most 1e+06", lambda t: t == 0 or 1e-6 <= t <= 1e6)
+TEMPERATURE = Bounds(
+    f"0 (greedy), or at least {LEAST_TEMPERATURE:g} and at most {MOST_TEMPERATURE:g}",
+    lambda value: value == 0 or LEAST_TEMPERATURE <= value <= MOST_TEMPERATURE,
+)
 DEVICES = Bounds("at least 1, or -1 for all that are left", lambda value: value == -1 or value >= 1)
 BOUNDS = {
     "run.seed": between(0, 2**32 - 1),
@@ -341,7 +357,7 @@ def _check_distributed(config: Config) -> None:
     settings = config.trainer.distributed
     if settings.processes == 1:
         return
-    if settings.coordinator != AUTO and not re.fullmatch(r".+:[0-9]+", settings.coordinator):
+    if settings.coordinator != AUTO and not addresses.parse(settings.coordinator):
         raise ValueError(
             f"config.trainer.distributed.coordinator={settings.coordinator!r} must be host:port of process 0, at which "
             f"the {settings.processes} processes of the trainer meet; 127.0.0.1:0 when all of them are on this machine "

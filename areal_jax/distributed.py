@@ -37,6 +37,7 @@ from jax._src.distributed import global_state  # JAX has no public name for the 
 from jax.errors import JaxRuntimeError
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from areal_jax import addresses
 from areal_jax.config import AUTO
 
 log = logging.getLogger(__name__)
@@ -221,7 +222,8 @@ def _of_cluster(index: int | None, count: int, timeout_s: float) -> tuple[str, i
 def _check(coordinator: str, index: int, count: int) -> None:
     if not 0 <= index < count:
         raise ValueError(f"--process={index} must be 0 to {count - 1}, for trainer.distributed.processes={count}")
-    if count > 1 and not re.fullmatch(r".+:[1-9][0-9]*", coordinator):
+    _, port = addresses.parse(coordinator) or ("", 0)
+    if count > 1 and not port:
         raise ValueError(
             f"config.trainer.distributed.coordinator={coordinator!r} must be host:port of process 0, as the other "
             f"processes reach it, or {AUTO}; only a run whose processes `main` starts may leave the port 0"

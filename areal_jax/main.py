@@ -5,6 +5,7 @@ supervised fine-tuning; with `--role`, one of its processes; with `--dry_run` th
 memory. A config that contradicts itself ends here, before any process or device is touched.
 """
 
+import pathlib
 import sys
 from collections.abc import Sequence
 
@@ -40,6 +41,7 @@ def main(argv: Sequence[str]) -> int:
         raise app.UsageError(f"unexpected arguments {argv[1:]}; options look like --config.trainer.steps=10")
     with command_line.plain_errors():
         config = config_lib.build(_CONFIG.value)
+        _check_flags()
         if _ROLE.value == "generator":  # also by itself, for a model without data or training
             config_rules.check_serving(config)
             servers = len(config.generation.addresses)
@@ -53,6 +55,8 @@ def main(argv: Sequence[str]) -> int:
                 check_supervised_role(config, _ROLE.value)
             if not _DRY_RUN.value:
                 config_rules.check_packages(config)
+                if _ROLE.value and not config.sft.data:
+                    config_rules.check_parts(config)
         if config.metrics.wandb:
             metrics.require_wandb()
     if _DRY_RUN.value and _ROLE.value == "generator":
@@ -69,6 +73,15 @@ def main(argv: Sequence[str]) -> int:
 
             return roles.run(config, _ROLE.value, index=_INDEX.value, process=_PROCESS.value)
         return run(config, command=sys.argv)
+
+
+def _check_flags() -> None:
+    """Raises ValueError for a flag that says nothing without another one."""
+    for flag, said, role in [("index", _INDEX.value, "generator"), ("process", _PROCESS.value, "trainer")]:
+        if said and _ROLE.value != role:
+            raise ValueError(f"--{flag}={said} is said of --role={role}; give this role, or leave --{flag} out")
+    if _DEVICES.value < 0 or (_DEVICES.value and not _DRY_RUN.value):
+        raise ValueError(f"--devices={_DEVICES.value} must be at least 0, and is for a plan: give --dry_run with it")
 
 
 def check_supervised_role(config: Config, role: str | None) -> None:
@@ -152,19 +165,25 @@ def run(config: Config, *, command: Sequence[str]) -> int:
         return 0
     model_directory(config.model.path)  # once: the parts, which start at the same time, then find it in the cache
     preview.check(config)
+    steps = config.run_dir / "metrics.jsonl"
+    before = _size(steps)
     launch = processes.run if config.run.launch == "processes" else threads.run
     try:
         status = launch(config, command=command)
     except processes.RunFailed as failure:
         print(f"error: {failure}", file=sys.stderr)
         status = 1
-    if (config.run_dir / "metrics.jsonl").exists():
+    if _size(steps) > before:  # what an earlier start did is not the outcome of this one
         summary.show(config.run_dir, summary.write(config.run_dir), Console())
     if status == 130:
         newest = run_files.newest_checkpoint(config.run_dir)
         there = "there is no checkpoint yet" if newest is None else f"the newest checkpoint is of version {newest}"
         print(f"stopped: {there}; the same command goes on from version {newest or 0}")
     return status
+
+
+def _size(file: pathlib.Path) -> int:
+    return file.stat().st_size if file.exists() else 0
 
 
 if __name__ == "__main__":

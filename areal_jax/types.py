@@ -18,6 +18,8 @@ Arrays = Mapping[str, np.ndarray]
 
 PROMPT_VERSION = -1  # the version of a token that no policy sampled
 UNPUBLISHED = -1  # the version of weights that no trainer has published: those a generation server started with
+LEAST_TEMPERATURE = 1e-6  # beside 0, which is greedy; logits divided by less could overflow
+MOST_TEMPERATURE = 1e6  # by then all tokens are alike; divided by float32's largest numbers they would be nothing
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)

@@ -38,6 +38,8 @@ def get_config(size=""):
     config.eval.every = 20
     config.eval.prompts = 128
 
+    if size not in ("", "small"):
+        raise ValueError(f"configs/own.py:{size} must be configs/own.py or configs/own.py:small")
     if size == "small":
         config.data.max_prompt_tokens = 64
         config.rollout.max_new_tokens = 16

@@ -10,7 +10,7 @@ import pytest
 ROOT = pathlib.Path(__file__).parents[1]
 PACKAGE = ROOT / "areal_jax"
 FLOORS = {
-    "config": 1, "host_memory": 1, "types": 1, "metrics": 1, "telemetry": 1,
+    "addresses": 1, "config": 1, "host_memory": 1, "types": 1, "metrics": 1, "telemetry": 1,
     "config_rules": 2, "tokenizer": 2, "gym_tasks": 2, "hub": 2, "compilation": 2, "profiling": 2, "distributed": 2,
     "algorithms": 2, "models": 2,
     "trainer": 3, "generation": 3, "rollout": 3, "rewards": 3, "transport": 3, "trajectory_queue": 3, "weights": 3,

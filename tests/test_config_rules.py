@@ -75,13 +75,14 @@ def test_an_evaluation_alone_asks_for_nothing_of_training(tmp_path):
         ("reward.correct", float("inf"), "config.reward.correct=inf must be a finite number"),
         ("generation.length_buckets", (0, 28672), "config.generation.length_buckets=0 must be at least 1"),
         ("generation.addresses", (), "config.generation.addresses is empty"),
-        ("generation.addresses", ("localhost",), "config.generation.addresses: 'localhost' must be .host:port."),
+        ("generation.addresses", ("localhost",), "config.generation.addresses='localhost' must be .host:port."),
         ("generation.addresses", ("127.0.0.1:99999",), "'127.0.0.1:99999' must be .host:port. .* to 65535"),
         ("generation.addresses", ("::1:80",), r"'::1:80' must be .host:port. .* or \[::1\]:8000"),
         ("generation.addresses", ("127.0.0.1:5", "127.0.0.1:5"), "generation.addresses have 127.0.0.1:5 both"),
-        ("trainer.address", "127.0.0.1:22x", "config.trainer.address: '127.0.0.1:22x' must be .host:port."),
+        ("trainer.address", "127.0.0.1:22x", "config.trainer.address='127.0.0.1:22x' must be .host:port."),
         ("generation.top_logprobs", 21, "top_logprobs=21 must be at least 0 and at most 20"),
         ("run.name", "", "config.run.name is empty"),
+        ("run.name", "../elsewhere", "run.name='../elsewhere' must be the name of a directory under runs/"),
         ("run.dir", __file__, "the run's directory .*test_config_rules.py is a file"),
         ("run", {"launch": "threads", "cores": (0, 1)}, r"launch=threads is a run in one process, .*cores=\(0, 1\)"),
         ("reward.correct", -5.0, "config.reward.correct=-5.0 must be more than config.reward.incorrect=-5.0"),
@@ -252,6 +253,17 @@ def test_several_trainer_processes_are_no_threads_and_share_no_core(run, message
     values["run"] |= run
     with pytest.raises(ValueError, match=message):
         check(build(values))
+
+
+@pytest.mark.parametrize("key", ["trainer", "generation"])
+def test_parts_that_start_one_by_one_need_ports_that_the_others_know(key):
+    values = json.loads(to_json(build(default_config())))
+    values["trainer"]["address"], values["generation"]["addresses"] = "127.0.0.1:8470", ["[::1]:8471", "[::1]:8472"]
+    config_rules.check_parts(build(values))
+    values["trainer"] |= {"address": "127.0.0.1:0"} if key == "trainer" else {}
+    values["generation"] |= {"addresses": ["[::1]:8471", "[::1]:0"]} if key == "generation" else {}
+    with pytest.raises(ValueError, match=rf"config.{key}.address.*: the port of .*:0 is left open"):
+        config_rules.check_parts(build(values))
 
 
 def test_bounds_are_of_settings_that_there_are_and_only_a_few_numbers_have_none():

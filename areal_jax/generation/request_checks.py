@@ -13,10 +13,7 @@ import numpy as np
 from areal_jax.generation import stop_strings
 from areal_jax.generation.engine import STOP_TOKENS, Engine
 from areal_jax.models.transformer import param_shapes
-from areal_jax.types import GenerateRequest, Sampling
-
-LEAST_TEMPERATURE = 1e-6  # logits divided by less could overflow
-MOST_TEMPERATURE = 1e6  # by then all tokens are alike; divided by float32's largest numbers they would be nothing
+from areal_jax.types import LEAST_TEMPERATURE, MOST_TEMPERATURE, GenerateRequest, Sampling
 
 
 def check(request: GenerateRequest, engine: Engine) -> None:

@@ -9,6 +9,7 @@ import logging
 import pathlib
 import re
 import sys
+import traceback
 from collections.abc import Iterator, Sequence
 
 from absl import flags
@@ -22,6 +23,10 @@ GIVE = {  # what a flag that must be set may be
     "checkpoint": "runs/NAME, the directory of a run",
     "out": "DIR, a directory that does not exist yet",
 }
+LESS = (
+    "The same command with --dry_run shows what takes how much; less is taken with smaller generation.slots and "
+    "max_length, or trainer.token_budget and trainer.remat"
+)
 
 
 def define_config() -> "flags.FlagHolder[ConfigDict]":
@@ -52,8 +57,8 @@ def log_plainly() -> None:
 def plain_errors() -> Iterator[None]:
     """What the user can mend is told in a sentence; a traceback is for our own mistakes.
 
-    The exit status is 2 for a mistake in the config or its files, 1 for an evaluation that has no score, 130 for Ctrl-C
-    before anything was begun.
+    The exit status is 2 for a mistake in the config or its files, 1 for an evaluation that has no score and where
+    memory runs out (with the traceback, which says where), 130 for Ctrl-C before anything was begun.
     """
     try:
         yield
@@ -67,23 +72,51 @@ def plain_errors() -> Iterator[None]:
     except RolloutFailed as failure:
         print(f"error: the evaluation has no score: {failure}", file=sys.stderr)
         sys.exit(1)
+    except Exception as error:
+        if not isinstance(error, MemoryError) and "RESOURCE_EXHAUSTED" not in str(error):  # the latter is XLA's
+            raise
+        traceback.print_exc()
+        print(f"error: out of memory: {str(error).splitlines()[0]} {LESS}", file=sys.stderr)
+        sys.exit(1)
 
 
 def parse_flags(argv: Sequence[str]) -> list[str]:
     """absl's parser; what it refuses is told in a sentence, and ends the process with status 2."""
     file = _config_file(argv)
-    if file and not pathlib.Path(file).exists():
+    if file and not pathlib.Path(file).is_file():
         print(f"error: --config={file}: no such file", file=sys.stderr)
+        sys.exit(2)
+    if file and not file.endswith(".py"):
+        print(
+            f"error: --config={file} must be a Python file with a get_config(), like {GIVE['config']}; a saved one "
+            f"is --config=areal_jax/config.py:{file}",
+            file=sys.stderr,
+        )
         sys.exit(2)
     try:
         return flags.FLAGS(list(argv))
-    except (AttributeError, KeyError, ValueError, TypeError, flags.Error, OSError) as error:
-        print(f"error: {_mistake(argv, ' '.join(str(error).split()))}", file=sys.stderr)
+    except Exception as error:  # the config is a program
+        print(f"error: {_within(file, error) or _mistake(argv, error)}", file=sys.stderr)
         sys.exit(2)
 
 
-def _mistake(argv: Sequence[str], told: str) -> str:
-    """What is wrong with a command line of which absl or ml_collections has `told` something."""
+def _within(file: str, error: BaseException) -> str:
+    """What went wrong in a config file, and in which line; "" for an error that did not begin there."""
+    while inner := error.__cause__ or (None if error.__suppress_context__ else error.__context__):
+        error = inner  # what absl and ml_collections say of it
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
+    if isinstance(error, SyntaxError) and error.filename == file:
+        lines.append(error.lineno)
+    if not lines and "get_config" not in str(error):
+        return ""
+    where = f", line {lines[-1]}" if lines else ""
+    kind = "" if type(error) is ValueError else f"{type(error).__name__}: "
+    return f"--config={file}{where}: {kind}{error}"
+
+
+def _mistake(argv: Sequence[str], error: Exception) -> str:
+    """What is wrong with a command line of which absl or ml_collections has told something."""
+    told = " ".join(str(error).split())
     unknown = [key for key in _overridden(argv) if not config_lib.is_key(key)]
     if unknown:
         return config_lib.unknown_key(unknown[0])

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from areal_jax import addresses
 from areal_jax.config import Config, is_hub_id
 from areal_jax.hub import model_directory
 from areal_jax.launch import child
@@ -33,7 +34,9 @@ def run(config: Config, index: int, stop: threading.Event) -> None:
     from areal_jax.tokenizer import Tokenizer
     from areal_jax.transport import servers
 
-    servers.check_address(config.generation.addresses[index], child.token())  # before anything compiles
+    address = config.generation.addresses[index]
+    addresses.check_guarded(address, child.token())
+    addresses.with_free_ports([address])  # a port in use is told before anything compiles
     compilation.enable_cache()
     profile = profiling.Profile(config.run_dir / "profile" / f"generation-{index}", config.profiled_steps)
     with http_server(config, index) as open_http:
@@ -41,7 +44,7 @@ def run(config: Config, index: int, stop: threading.Event) -> None:
         child.end_in_order(stop)
         server = servers.serve_generation(
             scheduler,
-            address=config.generation.addresses[index],
+            address=address,
             tokenizer=Tokenizer.load(model_directory(config.model.path)),
             token=child.token(),
             max_new_tokens=config.rollout.max_new_tokens,

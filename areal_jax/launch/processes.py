@@ -12,20 +12,18 @@ import fcntl
 import os
 import pathlib
 import signal
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import IO
 
+from areal_jax import addresses, weights
 from areal_jax import config as config_lib
-from areal_jax import weights
 from areal_jax.config import AUTO, Config
 from areal_jax.launch import run_files
 from areal_jax.launch.child import PARENT, token
 from areal_jax.launch.display import Display
-from areal_jax.transport.servers import check_address
 
 CONFIG_FILE = pathlib.Path(config_lib.__file__).resolve()
 POLL_S = 0.5  # between two looks at the children and at the run's files
@@ -241,7 +239,7 @@ def _interruptible() -> Iterator[Callable[[], bool]]:
 
 
 def with_ports(config: Config) -> Config:
-    """The config with a free port for each address that leaves it open. Raises ValueError for a port in use."""
+    """The config with a free port for each address that leaves it open. Raises OSError for a port in use."""
     distributed = config.trainer.distributed
     if distributed.processes > 1 and distributed.coordinator == AUTO:
         raise ValueError(
@@ -249,9 +247,9 @@ def with_ports(config: Config) -> Config:
             "--role=trainer; 127.0.0.1:0 starts all of them here"
         )
     for address in (config.trainer.address, *config.generation.addresses, *config.generation.http_addresses):
-        check_address(address, token())  # before any process is started
+        addresses.check_guarded(address, token())  # before any process is started
     met = [distributed.coordinator] if distributed.processes > 1 else []
-    trainer, *others = _free([config.trainer.address, *met, *config.generation.addresses])
+    trainer, *others = addresses.with_free_ports([config.trainer.address, *met, *config.generation.addresses])
     generation = others[len(met) :]
     if met:
         distributed = dataclasses.replace(distributed, coordinator=others[0])
@@ -260,20 +258,3 @@ def with_ports(config: Config) -> Config:
         trainer=dataclasses.replace(config.trainer, address=trainer, distributed=distributed),
         generation=dataclasses.replace(config.generation, addresses=tuple(generation)),
     )
-
-
-def _free(addresses: Sequence[str]) -> list[str]:
-    with contextlib.ExitStack() as stack:
-        found = []
-        for address in addresses:
-            host, _, port = address.rpartition(":")
-            probe = stack.enter_context(socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET))
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind((host.strip("[]"), int(port)))
-            except OSError as error:
-                raise ValueError(
-                    f"cannot listen on {address}: {error.strerror}; choose another port, or port 0 for a free one"
-                ) from error
-            found.append(f"{host}:{probe.getsockname()[1]}")
-    return found

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 from rich.console import Console
 
 from areal_jax import compilation
@@ -28,7 +29,7 @@ from areal_jax.tokenizer import Tokenizer
 from areal_jax.trainer import sft
 from areal_jax.trainer.shared import OwnTimes
 
-SHOWN_CHARACTERS = 600  # of the first prompt and response, by --dry_run
+SHOWN_CHARACTERS = 600  # of each turn of the first example, by --dry_run
 
 README = """This is the directory of one run of supervised fine-tuning of areal_jax. Everything here can be read while
 it goes on.
@@ -208,8 +209,7 @@ def preview(config: Config) -> str:
             f"{keys[split]}: {len(lengths):,} examples of {min(lengths)} to {max(lengths)} tokens; "
             f"{len(loaded.too_long):,} over sft.max_length={config.sft.max_length} are left out",
             f"  the first: {len(first.prompt_tokens)} tokens of the prompt, and {int(first.trains.sum())} that train",
-            *_quoted(tokenizer.decode(first.prompt_tokens), "|"),
-            *_quoted(tokenizer.decode(first.tokens), ">"),
+            *_quoted(first, tokenizer),
         ]
     lines.append(
         f"{course.updates:,} updates of {course.batch_size} examples: {course.total / course.examples:.2f} epochs"
@@ -217,5 +217,12 @@ def preview(config: Config) -> str:
     return "\n".join(lines)
 
 
-def _quoted(text: str, mark: str) -> list[str]:
-    return [f"    {mark} {line}" for line in text[:SHOWN_CHARACTERS].splitlines()]
+def _quoted(example: sft.Example, tokenizer: Tokenizer) -> list[str]:
+    """The text of an example, "|" before lines that are asked and ">" before those that train."""
+    tokens = np.concatenate([example.prompt_tokens, example.tokens])
+    trains = np.concatenate([np.zeros(len(example.prompt_tokens), np.bool_), example.trains])
+    lines = list[str]()
+    for part in np.split(np.arange(len(tokens)), np.flatnonzero(np.diff(trains)) + 1):
+        mark = ">" if trains[part[0]] else "|"
+        lines += [f"    {mark} {line}" for line in tokenizer.decode(tokens[part])[:SHOWN_CHARACTERS].splitlines()]
+    return lines

@@ -147,6 +147,10 @@ class Reader:
         tokenizer, variables = self.asking.tokenizer, self.asking.variables
         text, tokens, trains = "", list[int](), list[bool]()
         for i in (i for i, turn in enumerate(turns) if turn["role"] == "assistant"):
+            if not turns[i]["content"].strip():
+                raise ValueError(
+                    f"turn {i + 1} of the conversation, the assistant's, must be a text that says something"
+                )
             asked = tokenizer.render_chat(turns[:i], **variables)
             answered = tokenizer.render_answered(turns[: i + 1], **variables)
             if not asked.startswith(text) or not answered.startswith(asked):

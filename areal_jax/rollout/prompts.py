@@ -104,6 +104,9 @@ class Asking:
 
     def check(self, options_key: str, options: Sequence[str]) -> None:
         """Raises ValueError for a value that cannot be, and for a variable that is none of `options` either."""
+        for name, text in (("template", self.template), ("system", self.system)):
+            if not isinstance(text, str):
+                raise ValueError(f"{options_key}.{name}={text!r} is of type {type(text).__name__}; it must be a text")
         if "{prompt}" not in self.template:
             raise ValueError(
                 f'{options_key}.template={self.template!r} must contain "{{prompt}}", where the problem goes'

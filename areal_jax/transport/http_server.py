@@ -26,17 +26,18 @@ from typing import Any, Protocol
 
 from aiohttp import web
 
+from areal_jax import addresses
 from areal_jax.transport import generation_service, openai_request, prometheus
 from areal_jax.transport.generation_service import stream_chunks
 from areal_jax.transport.openai_answer import Answer, Part
 from areal_jax.transport.openai_request import ApiError, Asked, Tokenizer
-from areal_jax.transport.servers import check_address
 from areal_jax.types import Busy, Chunk
 
 log = logging.getLogger(__name__)
 
 MAX_BODY = 64 * 2**20  # bytes of a request: a list of long prompts as token ids
 OPEN = ("/healthz", "/readyz")  # who watches processes has no token
+READ_S = 60.0  # that the body of a request may take to come
 SHUTDOWN_S = 0.1  # that requests may still take when the server stops; 0 is for ever to aiohttp
 RETRY_AFTER_S = 1  # what a busy server tells its clients
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -63,22 +64,20 @@ class HttpServer:
     """
 
     def __init__(self, model: Model, *, address: str, token: str = ""):
-        check_address(address, token)
+        addresses.check_guarded(address, token)
         self._model = model
         self._token = token
         self._scheduler: Scheduler | None = None
         self._reason = "the engine loads the model and compiles"
         self._created = int(time.time())
         self._metrics = prometheus.registry(lambda: self._scheduler, self._is_ready)
-        host, _, port = address.rpartition(":")
+        host, port = addresses.split(address)
         self._loop = asyncio.new_event_loop()
         self._stopping = asyncio.Event()
         started: Future[int] = Future()
-        self._thread = threading.Thread(
-            target=self._run, args=(host.strip("[]"), int(port), started), name="http-server", daemon=True
-        )
+        self._thread = threading.Thread(target=self._run, args=(host, port, started), name="http-server", daemon=True)
         self._thread.start()
-        self.url = f"http://{host}:{started.result()}"
+        self.url = f"http://{addresses.with_port(address, started.result())}"
 
     def serve(self, scheduler: Scheduler) -> None:
         """From here on requests go to this scheduler, which is warm."""
@@ -104,10 +103,7 @@ class HttpServer:
             site = web.TCPSite(runner, host, port)
             await site.start()
         except OSError as error:
-            taken = OSError(
-                f"cannot listen on http address {host}:{port}: {error.strerror}; choose another port, or port 0 for a "
-                "free one"
-            )
+            taken = OSError(addresses.cannot_listen(f"http address {host}:{port}", str(error.strerror)))
             taken.__cause__ = error
             started.set_exception(taken)
         else:
@@ -203,7 +199,10 @@ class HttpServer:
         if scheduler is None or not self._is_ready():
             raise ApiError(503, f"not ready: {self._failure() or self._reason}", code="not_ready")
         try:
-            data = await request.read()
+            async with asyncio.timeout(READ_S):
+                data = await request.read()
+        except TimeoutError as error:
+            raise ApiError(408, f"the body has not come within {READ_S:g} s", code="timeout") from error
         except web.RequestPayloadError as error:  # not compressed as its headers say
             raise ApiError(400, f"the body cannot be read: {error}") from error
         asked = await asyncio.to_thread(self._read, read, data)  # a long text holds nobody else up

@@ -22,15 +22,13 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from areal_jax.types import GenerateRequest, Sampling
+from areal_jax.types import LEAST_TEMPERATURE, MOST_TEMPERATURE, GenerateRequest, Sampling
 
 MAX_TOKENS = 16  # of a completion that does not say: OpenAI's default; a chat answer may fill the context
 MAX_CHOICES = 128  # OpenAI's limit of n
 MOST_TIMEOUT_S = 1e9
 SLACK = 8  # times the characters of a sequence of longest tokens: a tokenizer may drop or join some
 MAX_ALTERNATIVES = 20  # OpenAI's limit of top_logprobs
-LEAST_TEMPERATURE = 1e-3
-MOST_TEMPERATURE = 1e6
 # RL's prompts have uids from 0 on and far below this, evaluation's too; sampling keys see 32 bits of a uid.
 FIRST_UID = 2**31
 

@@ -9,7 +9,6 @@ Beyond loopback both want a shared token, which callers carry as metadata.
 import asyncio
 import dataclasses
 import hmac
-import ipaddress
 import threading
 from collections.abc import Callable
 from concurrent import futures
@@ -18,6 +17,7 @@ from typing import Any
 import grpc
 from jetstream.core.proto import jetstream_pb2_grpc
 
+from areal_jax import addresses
 from areal_jax.trajectory_queue import TrajectoryQueue
 from areal_jax.transport import areal_pb2_grpc as pb_grpc
 from areal_jax.transport.generation_service import GenerationServicer, Scheduler
@@ -57,7 +57,7 @@ def serve_generation(
 
     Raises ValueError for an address that is not "host:port" or that needs a token, OSError for a port in use.
     """
-    check_address(address, token)
+    addresses.check_guarded(address, token)
     limits = {"max_new_tokens": max_new_tokens, "max_length": max_length}
     decode = DecodeServicer(scheduler, tokenizer, **limits, temperature=temperature, seed=seed)
     started: futures.Future[tuple[int, Callable[[], object]]] = futures.Future()
@@ -88,12 +88,12 @@ def serve_generation(
             begin_stop()
             thread.join()
 
-    return Server(_with_port(address, port), stop)
+    return Server(addresses.with_port(address, port), stop)
 
 
 def serve_trainer(queue: TrajectoryQueue, *, address: str, token: str = "", weights_directory: str = "") -> Server:
     """Serves a trajectory queue, and the weight files of a directory. Raises as `serve_generation` does."""
-    check_address(address, token)
+    addresses.check_guarded(address, token)
     threads = futures.ThreadPoolExecutor(TRAINER_THREADS, thread_name_prefix="trainer-server")
     server = grpc.server(threads, options=OPTIONS, interceptors=[_TokenCheck(token)] if token else [])
     pb_grpc.add_TrainerServicer_to_server(TrainerServicer(queue, weights_directory), server)
@@ -104,42 +104,15 @@ def serve_trainer(queue: TrajectoryQueue, *, address: str, token: str = "", weig
         server.stop(grace=0).wait()
         threads.shutdown()
 
-    return Server(_with_port(address, port), stop)
+    return Server(addresses.with_port(address, port), stop)
 
 
 def _listen(server: Any, address: str) -> int:
     try:
         return server.add_insecure_port(address)
     except RuntimeError as error:
-        raise OSError(
-            f"cannot listen on address={address}: another process has this port, or the host is none of this "
-            "machine's; choose another port, or port 0 for a free one"
-        ) from error
-
-
-def check_address(address: str, token: str) -> None:
-    """Raises ValueError for an address that is not "host:port" or that needs a token."""
-    host, colon, port = address.rpartition(":")
-    if not (host and colon and port.isdigit() and int(port) < 2**16):
-        raise ValueError(f'address="{address}" must be "host:port" with a port of 0 (any free one) to 65535')
-    if not token and not _is_loopback(host.strip("[]")):
-        raise ValueError(
-            f"address={address} can be reached from other machines and no token is set, so anyone could use it; "
-            "set the same AREAL_JAX_TOKEN in the environment of every process of the run, or listen on 127.0.0.1"
-        )
-
-
-def _is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:  # a name
-        return False
-
-
-def _with_port(address: str, port: int) -> str:
-    return f"{address.rpartition(':')[0]}:{port}"
+        reason = "another process has this port, or the host is none of this machine's"
+        raise OSError(addresses.cannot_listen(address, reason)) from error
 
 
 def _has_token(details: Any, token: str) -> bool:

@@ -9,6 +9,7 @@ import pytest
 
 from tests.end_to_end import job
 
+MATH = "--config=configs/math.py"
 MODEL = job.ROOT / "configs" / "arithmetic_model"
 
 
@@ -55,6 +56,19 @@ def test_a_config_that_cannot_be_is_refused_before_anything_starts(tmp_path, set
     [
         ("main", [], "--config is not set; give --config=configs/math.py or another file under configs/"),
         ("main", ["--config=configs/nope.py"], "--config=configs/nope.py: no such file"),
+        (
+            "main",
+            ["--config=README.md"],
+            "--config=README.md must be a Python file with a get_config(), like "
+            "configs/math.py or another file under configs/; a saved one is --config=areal_jax/config.py:README.md",
+        ),
+        (
+            "main",
+            ["--config=configs/own.py:tiny"],
+            "--config=configs/own.py, line 42: configs/own.py:tiny must be configs/own.py or configs/own.py:small",
+        ),
+        ("main", [MATH, "--index=1"], "--index=1 is said of --role=generator; give this role, or leave --index out"),
+        ("main", [MATH, "--devices=8"], "--devices=8 must be at least 0, and is for a plan: give --dry_run with it"),
         ("evaluate", ["--config", "configs/nope.py"], "--config=configs/nope.py: no such file"),
         ("export", ["--checkpoint=runs/math"], "--out is not set; give --out=DIR, a directory that does not exist yet"),
         ("export", ["--outt=x"], "Unknown command line flag 'outt'. Did you mean: out ?"),
@@ -82,10 +96,13 @@ def test_a_port_in_use_is_named_by_a_part_started_by_hand(tmp_path, role):
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         address = f"127.0.0.1:{taken.getsockname()[1]}"
-        own = {"trainer": {"trainer.address": address}, "generator": {"generation.addresses": f"('{address}',)"}}
+        own = {
+            "trainer": {"trainer.address": address, "generation.addresses": "('127.0.0.1:1',)"},
+            "generator": {"generation.addresses": f"('{address}',)"},
+        }
         status, _, err = job.end(job.start(tmp_path / "run", own[role], f"--role={role}"), 60)
     assert status == 2
-    assert f"error: cannot listen on address={address}: another process has this port" in err
+    assert f"error: cannot listen on {address}: " in err
     assert "Traceback" not in err
 
 

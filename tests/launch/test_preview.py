@@ -3,10 +3,13 @@
 import dataclasses
 import json
 
+import numpy as np
 import pytest
 
 from areal_jax import config as config_lib
-from areal_jax.launch import preview
+from areal_jax.launch import preview, supervised
+from areal_jax.tokenizer import Tokenizer
+from areal_jax.trainer import sft
 from configs import math
 
 
@@ -38,3 +41,11 @@ def test_a_wrong_option_is_told_before_anything_starts(config):
     wrong = dataclasses.replace(config, data=data)
     with pytest.raises(ValueError, match=r"data\.options\.templat is no option .* nearest is data\.options\.template"):
         preview.check(wrong)
+
+
+def test_of_a_conversation_the_preview_marks_what_trains_and_what_is_only_read():
+    tokenizer = Tokenizer.load(math.get_config().model.path)
+    tokens = np.array(tokenizer.encode("start 5 a: 6 start 7 a: 8"))
+    trains = np.array([False, False, False, True, False, False, False, True])
+    example = sft.Example(tokens[:3], tokens[3:], trains[3:])
+    assert supervised._quoted(example, tokenizer) == ["    | start 5 a:", "    > 6", "    | start 7 a:", "    > 8"]

@@ -119,6 +119,7 @@ def test_arithmetic_examples_reason_to_the_answer_and_hold_out_theirs():
         ({"prompt": "a"}, r"sft.data='.*', line 2: needs a text in each .*it has the columns prompt$"),
         ({"prompt": "a", "response": " "}, "line 2: the response is ' '; it must be a text that says something"),
         ({"prompt": " ", "response": "b"}, "line 2: the problem is empty"),
+        (turns("Hi", "Yo", "Go", " "), "line 2: turn 4 of the conversation, the assistant's, must be a text that says"),
         (turns("Hi"), r"line 2: a conversation \(user\) must have a turn of the assistant"),
         ({"messages": [{"role": "assistant"}]}, "line 2: a conversation is a list of {role, content}"),
     ],

@@ -63,6 +63,8 @@ def test_of_an_explained_answer_what_follows_the_marks_counts(tmp_path):
 def test_the_template_surrounds_the_problem_and_keeps_other_braces(tmp_path):
     source = load(write(tmp_path, {"prompt": "1+1", "answer": "2"}), template="Q: {prompt}\nAnswer in \\boxed{}.")
     assert source[0].text == "Q: 1+1\nAnswer in \\boxed{}."
+    with pytest.raises(ValueError, match="options.system=3 is of type int; it must be a text"):
+        load(write(tmp_path, {"prompt": "1+1", "answer": "2"}), system=3)
     with pytest.raises(ValueError, match=r"template='Q:' must contain"):
         load(write(tmp_path, {"prompt": "1+1", "answer": "2"}), template="Q:")
 

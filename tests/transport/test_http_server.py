@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
+from areal_jax.transport import http_server
 from areal_jax.transport.http_server import HttpServer, Model
 from areal_jax.transport.openai_answer import Choice, ShownText
 from areal_jax.transport.openai_request import FIRST_UID, read_completion, sampling_identity
@@ -251,6 +252,18 @@ def test_a_client_that_goes_away_cancels_its_request(scheduler, stream):
     until(lambda: sorted(scheduler.cancelled) == [0, 1])
     assert scheduler.status()["active"] == 0
     server.stop()
+
+
+def test_a_body_that_does_not_come_is_not_waited_for(server, monkeypatch):
+    monkeypatch.setattr(http_server, "READ_S", 0.2)
+    connection = connect(server)
+    connection.putrequest("POST", "/v1/completions")
+    connection.putheader("Content-Length", "100")
+    connection.endheaders(b"{")
+    answer = connection.getresponse()
+    assert answer.status == 408
+    assert json.loads(answer.read())["error"]["message"] == "the body has not come within 0.2 s"
+    connection.close()
 
 
 def test_a_client_that_does_not_read_holds_up_nobody(server, scheduler):
