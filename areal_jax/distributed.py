@@ -186,13 +186,15 @@ def joined(
         yield processes
         processes.barrier("the end of training")
     except BaseException as error:
+        lost = isinstance(error, JaxRuntimeError) or "Gloo" in str(error)  # a connection; it comes as a ValueError, too
+        if lost:
+            time.sleep(2 * POLL_S)  # by then the reason of a process that told why has ended this one
+            error.add_note("If a connection was closed or reset, another process ended first: its log says why.")
         atexit.register(_leave, index)
         if global_state.client is not None:
             with contextlib.suppress(JaxRuntimeError):  # process 0 is gone, and all the others know it
                 Processes(index, count).tell(str(index), f"{type(error).__name__}: {error}")
         log.error("process %d of the trainer fails, and the others end with it", index)
-        if isinstance(error, JaxRuntimeError) or "Gloo" in str(error):  # which comes as a ValueError, too
-            error.add_note("If a connection was closed or reset, another process ended first: its log says why.")
         raise
     finally:
         ended.set()

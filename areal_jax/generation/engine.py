@@ -163,6 +163,11 @@ class Engine(engine_api.Engine):
                 f"generation.length_buckets={self.buckets} end below the longest sequence, {options.max_length} tokens "
                 f"(data.max_prompt_tokens + the most new tokens); add a bucket of at least {options.max_length}"
             )
+        if options.top_logprobs > config.vocab_size:
+            raise ValueError(
+                f"generation.top_logprobs={options.top_logprobs} is more than the {config.vocab_size} tokens of the "
+                "model's vocabulary; lower it"
+            )
         devices = tuple(devices) or tuple(jax.devices())
         self.slot_buckets = tuple(sorted(options.slot_buckets)) or default_slot_buckets(
             options.slots, devices[0].platform

@@ -215,6 +215,25 @@ def test_a_process_that_meets_nobody_says_so_and_ends(unused_port):
     )
 
 
+def start_that_disagrees(index, port):
+    """A process that wants other than process `1 - index` does; when that is told, process 0 waits for the next."""
+    code = (
+        "import threading; from areal_jax.distributed import joined\n"
+        f"with joined('127.0.0.1:{port}', index={index}, count=2, timeout_s=60.0, stop=threading.Event()) as processes:"
+        f"\n    processes.agree('the config', 'lr: {index}')\n    processes.of_first('and on')"
+    )
+    return subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True, cwd=ROOT)
+
+
+def test_of_processes_that_differ_every_one_says_in_what(unused_port):
+    both = [start_that_disagrees(index, unused_port) for index in (0, 1)]
+    first, other = (process.communicate(timeout=60)[1] for process in both)
+    assert [process.returncode for process in both] == [1, 1]
+    reason = "ValueError: the config of trainer process 1 is not that of process 0: lr: 0 there and lr: 1 here"
+    assert reason in other
+    assert first.splitlines()[-1].startswith(f"error: process 1 of the trainer failed: {reason}")
+
+
 def start_under_slurm(place, port):
     """A process that Slurm would have started as number `place`; it joins the others, and says who it is."""
     code = (
