@@ -141,8 +141,9 @@ def test_a_stop_token_ends_the_sequence_and_is_part_of_it(engine):
 
 def test_nothing_compiles_after_warm_up():
     engine = Engine(CONFIG, OPTIONS)
-    weights = weights_of(engine, 1)
-    engine.warm_up(weights)
+    weights, reported = weights_of(engine, 1), []
+    engine.warm_up(weights, lambda *counts: reported.append(counts))
+    assert reported == [(0, 2), (1, 2), (2, 2)]  # of length buckets
     state = engine.init_decode_state()
     warm = compilation.count()
     state = admit(engine, weights, state, PROMPTS, [2, 0])
@@ -158,3 +159,8 @@ def test_nothing_compiles_after_warm_up():
 def test_buckets_that_end_below_the_longest_sequence_are_refused():
     with pytest.raises(ValueError, match="add a bucket of at least 48"):
         Engine(CONFIG, EngineOptions(slots=1, max_length=48, length_buckets=(16, 32)))
+
+
+def test_more_alternatives_than_there_are_tokens_are_refused():
+    with pytest.raises(ValueError, match=f"top_logprobs={CONFIG.vocab_size + 1} is more than the {CONFIG.vocab_size} "):
+        Engine(CONFIG, EngineOptions(slots=1, max_length=48, top_logprobs=CONFIG.vocab_size + 1))
