@@ -249,6 +249,7 @@ def rows(found: dict[str, Any]) -> list[str]:
                 f"  {slots} slots, {policy:9}: stall {f['stall_steps'][policy]:6.1f} steps, in use after "
                 f"{f['wait_steps'][policy]:6.1f}, throughput {ratio:.2f}"
             )
+        lines.append(f"            recompute at the matmul rate would leave {f['recompute_at_most']:.2f}")
     if "step_ms_by_context" in found:
         lengths = {k: v for k, v in found["step_ms_by_context"].items() if k != "slots"}
         lines.append("  ms per step by context: " + ", ".join(f"{k}: {v:.2f}" for k, v in lengths.items()))

@@ -9,6 +9,7 @@ what the engine does for it and not what brings the weights to it.
 
 import functools
 import itertools
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -17,6 +18,8 @@ from typing import Any
 import jax.numpy as jnp
 
 from areal_jax.generation.scheduler import OnUpdate, Scheduler
+from areal_jax.models.transformer import TransformerConfig, param_shapes
+from experiments import bench_bound
 from experiments.bench_workload import Bench, Load, serving, take_turns
 
 POLICIES: tuple[OnUpdate, ...] = ("recompute", "keep", "drain")
@@ -33,6 +36,7 @@ class Updates:
         self._params = itertools.cycle((other, bench.params))
         self._versions = itertools.count(1)
         self._scheduler = scheduler
+        self.recomputed_per_second = 0.0  # tokens, in the last turn with recompute
 
     def update(self, policy: OnUpdate) -> tuple[float, float]:
         """Seconds that decoding stood still, and seconds until the new weights were in use."""
@@ -43,7 +47,7 @@ class Updates:
 
 def swap_costs(bench: Bench, slots: int, seconds: float) -> dict[str, Any]:
     """Stall and wait of each policy in decode steps, and throughput with updates over throughput without."""
-    max_length = bench.contexts[-1]
+    max_length, matmul_rate = bench.contexts[-1], bench_bound.matmul_rate(bench.dtype)
     with serving(bench, slots, max_length) as scheduler:
         load, updates = Load(bench, scheduler, slots, max_length), Updates(bench, scheduler)
         tokens_per_second(scheduler, EVERY_S)  # every slot is busy by now
@@ -61,7 +65,24 @@ def swap_costs(bench: Bench, slots: int, seconds: float) -> dict[str, Any]:
         policy: statistics.median(a / b for a, b in zip(found[policy], found["none"], strict=True))
         for policy in POLICIES
     }
-    return {"slots": slots, "step_ms": 1e3 * step, **stalls, "throughput": ratios, "tokens_per_second": found}
+    return {
+        "slots": slots,
+        "step_ms": 1e3 * step,
+        **stalls,
+        "throughput": ratios,
+        "recompute_at_most": recompute_at_most(bench.config, updates.recomputed_per_second, matmul_rate),
+        "tokens_per_second": found,
+    }
+
+
+def recompute_at_most(config: TransformerConfig, recomputed_per_second: float, matmul_rate: float) -> float:
+    """Throughput over none where all but the recomputes' time is as good as without: they run at the matmul rate.
+
+    Of a recompute it counts the products of the layers, neither attention nor padding.
+    """
+    shapes = param_shapes(config).items()
+    kernels = sum(math.prod(shape.shape) for name, shape in shapes if name.startswith("layers.") and "kernel" in name)
+    return max(0.0, 1.0 - 2 * kernels * recomputed_per_second / matmul_rate)
 
 
 def stall_steps(updates: Updates, step: float) -> dict[str, dict[str, float]]:
@@ -81,8 +102,11 @@ def tokens_per_second(scheduler: Scheduler, seconds: float) -> float:
 
 def under_updates(scheduler: Scheduler, updates: Updates, policy: OnUpdate, seconds: float) -> float:
     """Tokens per second with an update every `EVERY_S` seconds, or as soon as the one before is through."""
-    began, before = time.monotonic(), scheduler.status()["tokens"]
+    began, before = time.monotonic(), scheduler.status()
     while (at := time.monotonic()) - began < seconds:
         updates.update(policy)
         time.sleep(max(0.0, at + EVERY_S - time.monotonic()))
-    return (scheduler.status()["tokens"] - before) / (time.monotonic() - began)
+    seconds, after = time.monotonic() - began, scheduler.status()
+    if policy == "recompute":
+        updates.recomputed_per_second = (after["recomputed_tokens"] - before["recomputed_tokens"]) / seconds
+    return (after["tokens"] - before["tokens"]) / seconds

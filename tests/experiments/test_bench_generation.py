@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from areal_jax.models.transformer import TransformerConfig
-from experiments import bench_bound, bench_generation, bench_products
+from experiments import bench_bound, bench_generation, bench_products, bench_swap
 from experiments.bench_workload import SMOLLM2_135M, long_tailed, make_bench, serve, serving, tail, take_turns
 
 
@@ -28,6 +28,15 @@ def test_bound_is_the_larger_of_bytes_and_products():
     assert bench_bound.bound(config, "float32", 2, 5, slow_memory) == 136 * 4 + 2 * 5 * 16
     slow_products = bench_bound.Rates(bytes_per_s=1e9, flops_per_s=1.0)
     assert bench_bound.bound(config, "float32", 2, 5, slow_products) == 2 * 2 * 124 + 4 * 2 * 5 * 1 * 2 * 2
+
+
+def test_recomputes_leave_the_time_that_they_do_not_take_at_the_matmul_rate():
+    config = TransformerConfig(
+        vocab_size=10, d_model=4, layers=1, heads=2, kv_heads=1, head_size=2, d_ff=3, tied_embeddings=True
+    )
+    # 84 weights, twice each, for 5 of 10 tokens a second
+    assert bench_swap.recompute_at_most(config, 5.0, 10 * 2 * 84.0) == 0.5
+    assert bench_swap.recompute_at_most(config, 50.0, 10 * 2 * 84.0) == 0.0
 
 
 def test_the_shape_is_that_of_smollm2_135m():
