@@ -30,15 +30,19 @@ for flag, value in FLAGS.items():
 
 @pytest.fixture(scope="module", autouse=True)
 def _forgotten_programs() -> Iterator[None]:
-    """Frees compiled programs before they are too many for one process.
+    """Frees compiled programs before they are too many for one process, and hides the others from the collector.
 
-    Each takes maps of memory, of which Linux gives a process 65,530; then jaxlib ends in a segmentation fault.
+    Each takes maps of memory, of which Linux gives a process 65,530; then jaxlib ends in a segmentation fault. And of
+    what JAX keeps of them there are millions of Python objects, which every full collection would look at again: after
+    some hundred tests a picture took thirty times as long to draw.
     """
     yield
     maps = pathlib.Path("/proc/self/maps")
     if "jax" in sys.modules and maps.exists() and len(maps.read_text().splitlines()) > MOST_MAPS:
         sys.modules["jax"].clear_caches()
-        gc.collect()
+        gc.unfreeze()
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,5 @@
 import dataclasses
+import functools
 import pathlib
 
 import jax
@@ -16,6 +17,7 @@ from areal_jax.models.logprobs import from_logits, token_logprobs
 from areal_jax.models.safetensors_files import load_model
 from areal_jax.models.transformer import (
     RMSNorm,
+    Transformer,
     TransformerConfig,
     bind,
     cast,
@@ -50,6 +52,11 @@ def random_params(config: TransformerConfig, seed: int = 0) -> dict[str, jax.Arr
     return {name: jnp.asarray(rng.normal(0.5, 0.5, s.shape), jnp.float32) for name, s in param_shapes(config).items()}
 
 
+@jax.jit
+def hidden_of(model: Transformer, *row: jax.Array) -> jax.Array:
+    return model(*row)
+
+
 def rows(*segments: list[int]):
     """One packed row [1, L]: tokens, positions, segment ids."""
     tokens = [token for segment in segments for token in segment]
@@ -63,8 +70,8 @@ def test_a_segment_does_not_see_its_neighbours(family):
     """cases.md, packing: changing A in [A B C EOS | D E] moves neither D nor E, not by one bit."""
     config = config_of(family)
     model = bind(graph(config), random_params(config))
-    first = model(*rows([1, 2, 3, 0], [4, 5]))
-    second = model(*rows([9, 2, 3, 0], [4, 5]))
+    first = np.asarray(hidden_of(model, *rows([1, 2, 3, 0], [4, 5])))
+    second = np.asarray(hidden_of(model, *rows([9, 2, 3, 0], [4, 5])))
     assert np.abs(first[0, :4] - second[0, :4]).max() > 1e-3
     np.testing.assert_array_equal(first[0, 4:], second[0, 4:])
 
@@ -73,8 +80,15 @@ def test_a_segment_does_not_see_its_neighbours(family):
 def test_packed_rows_equal_single_ones(family):
     config = config_of(family)
     model = bind(graph(config), random_params(config))
-    packed = model(*rows([1, 2, 3, 0], [4, 5]))
-    np.testing.assert_allclose(packed[:, 4:], model(*rows([4, 5])), atol=1e-5)
+    packed = hidden_of(model, *rows([1, 2, 3, 0], [4, 5]))
+    np.testing.assert_allclose(np.asarray(packed)[:, 4:], hidden_of(model, *rows([4, 5])), atol=1e-5)
+
+
+@jax.jit
+def prefilled(model: Transformer, tokens_BL: jax.Array) -> tuple[kv_cache.LayerCache, ...]:
+    """A cache of three slots: the second row, nothing, the first one."""
+    cache = decode.init_cache(model.config, 3, (5, 8, 12, 16), jnp.float32)
+    return kv_cache.write_rows(IN_PIECES, cache, decode.prefill(model, tokens_BL), jnp.array([1, -1, 0]))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -82,12 +96,14 @@ def test_prefill_and_decode_give_the_logits_of_the_full_forward(family):
     config = config_of(family)
     model = bind(graph(config), random_params(config))
     tokens_BL = jax.random.randint(jax.random.key(0), (2, 12), 0, 32)
-    expected = model.logits(model(tokens_BL, jnp.tile(jnp.arange(12), (2, 1)), jnp.ones((2, 12), jnp.int32)))
-    cache = decode.init_cache(config, 3, (5, 8, 12, 16), jnp.float32)
-    cache = kv_cache.write_rows(IN_PIECES, cache, decode.prefill(model, tokens_BL[:, :7]), jnp.array([1, -1, 0]))
+    row = (tokens_BL, jnp.tile(jnp.arange(12), (2, 1)), jnp.ones((2, 12), jnp.int32))
+    expected = np.asarray(jax.jit(lambda model, *row: model.logits(model(*row)))(model, *row))
+    cache = prefilled(model, tokens_BL[:, :7])
+    step = jax.jit(functools.partial(decode.decode_step, attended=12))
     for at in range(7, 12):
         fed, places = jnp.array([tokens_BL[1, at], 0, tokens_BL[0, at]]), jnp.array([at, 16, at])
-        logits, cache = decode.decode_step(model, fed, places, cache, attended=12)
+        logits, cache = step(model, fed, places, cache)
+        logits = np.asarray(logits)
         np.testing.assert_allclose(logits[0], expected[1, at], rtol=1e-4, atol=1e-4)
         np.testing.assert_allclose(logits[2], expected[0, at], rtol=1e-4, atol=1e-4)
     assert not any(np.asarray(array[1]).any() for array in jax.tree.leaves(cache))  # the slot outside wrote nothing
@@ -137,15 +153,15 @@ def test_grouped_queries_are_repeated_keys():
         for name, array in params.items()
     }
     row = rows([3, 1, 4, 1, 5])
-    expected = bind(graph(full), repeated)(*row)
-    np.testing.assert_allclose(bind(graph(grouped), params)(*row), expected, atol=1e-5)
+    expected = hidden_of(bind(graph(full), repeated), *row)
+    np.testing.assert_allclose(hidden_of(bind(graph(grouped), params), *row), expected, atol=1e-5)
 
 
 def test_bfloat16_params_compute_in_bfloat16_and_stay_near():
     config = config_of()
     params = init_params(config, jax.random.key(0))
-    exact = bind(graph(config), params)(*rows([1, 2, 3, 4]))
-    rounded = bind(graph(config), cast(params, jnp.bfloat16))(*rows([1, 2, 3, 4]))
+    exact = hidden_of(bind(graph(config), params), *rows([1, 2, 3, 4]))
+    rounded = hidden_of(bind(graph(config), cast(params, jnp.bfloat16)), *rows([1, 2, 3, 4]))
     assert rounded.dtype == jnp.bfloat16
     np.testing.assert_allclose(rounded.astype(jnp.float32), exact, atol=0.15)
 
@@ -225,6 +241,17 @@ def test_padding_goes_on_and_comes_off(family):
     assert param_count(config) == sum(array.size for array in params.values())
 
 
+@functools.partial(jax.jit, static_argnums=1)
+@functools.partial(jax.grad, has_aux=True)
+def gradients_of(params, config, temperature):
+    """Of a sum that moves every log-probability and entropy; and these, both [1, 6]."""
+    tokens, positions, segments = rows([1, 2, 3, 29, 5, 6])
+    model = bind(graph(config), params)
+    hidden = model(tokens, positions, segments)
+    logprobs, entropy = token_logprobs(model, hidden, tokens, temperature=temperature, block=7)
+    return jnp.sum(logprobs * jnp.arange(6)) + jnp.sum(entropy**2), (logprobs, entropy)
+
+
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
 def test_ids_that_are_not_live_have_no_mass_and_no_gradient(family, temperature):
@@ -232,17 +259,9 @@ def test_ids_that_are_not_live_have_no_mass_and_no_gradient(family, temperature)
     config = config_of(family, padded_vocab=40, live_vocab=30)
     short = dataclasses.replace(config, vocab_size=30, padded_vocab=0, live_vocab=0)
     params = random_params(config)
-    tokens, positions, segments = rows([1, 2, 3, 29, 5, 6])
-
-    def loss(params, config):
-        model = bind(graph(config), params)
-        hidden = model(tokens, positions, segments)
-        logprobs, entropy = token_logprobs(model, hidden, tokens, temperature=temperature, block=7)
-        return jnp.sum(logprobs * jnp.arange(6)) + jnp.sum(entropy**2), (logprobs, entropy)
-
-    gradients, found = jax.grad(loss, has_aux=True)(params, config)
+    gradients, found = gradients_of(params, config, temperature)
     cut = {name: strip_rows(name, array, short) for name, array in params.items()}
-    expected_gradients, expected = jax.grad(loss, has_aux=True)(cut, short)
+    expected_gradients, expected = gradients_of(cut, short, temperature)
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
     for name, gradient in gradients.items():
         np.testing.assert_allclose(strip_rows(name, gradient, short), expected_gradients[name], rtol=1e-3, atol=1e-4)
@@ -257,7 +276,8 @@ def test_ids_that_are_not_live_are_never_sampled():
     params = random_params(config)
     params["embedding"] = params["embedding"].at[30:].set(100.0)
     model = bind(graph(config), params)
-    logits_SV = jnp.tile(model.logits(model(*rows([1, 2, 3]))[:, -1]), (2000, 1))
+    logits_V = jax.jit(lambda model, *row: model.logits(model(*row)[:, -1]))(model, *rows([1, 2, 3]))
+    logits_SV = np.tile(logits_V, (2000, 1))
     slots = jnp.arange(2000, dtype=jnp.uint32)
     keys = sampling.request_keys(slots, slots, slots)
     for temperature in (0.0, 0.3, 1.0, 100.0):
@@ -304,8 +324,8 @@ def test_the_default_model_fits_a_tensor_axis_that_does_not_divide_its_97_words(
         hidden = model(tokens, jnp.tile(jnp.arange(12), (8, 1)), jnp.ones((8, 12), jnp.int32))
         return token_logprobs(model, hidden, tokens, temperature=0.7, block=32)
 
-    found = jax.jit(logprobs, static_argnums=1)(placed, wide)
-    np.testing.assert_allclose(found, logprobs(jax.tree.map(jnp.asarray, params), whole), atol=1e-4)
+    logprobs = jax.jit(logprobs, static_argnums=1)
+    np.testing.assert_allclose(logprobs(placed, wide), logprobs(params, whole), atol=1e-4)
 
 
 @pytest.mark.parametrize(
