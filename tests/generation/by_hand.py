@@ -3,13 +3,13 @@
 import collections
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from areal_jax.generation.engine import Engine
 from areal_jax.generation.scheduler import Scheduler
-from areal_jax.models.transformer import TransformerConfig, bind, graph, init_params
+from areal_jax.models.transformer import TransformerConfig, init_params
 from areal_jax.types import Arrays, GenerateRequest, Sampling
+from tests.full_forward import logits_behind
 
 CONFIG = TransformerConfig(vocab_size=32, d_model=16, layers=2, heads=4, kv_heads=2, head_size=8, d_ff=32, qk_norm=True)
 LENGTH = 64  # tokens of the longest sequence
@@ -23,12 +23,6 @@ PARAMS = [
 
 def prompt_of(length: int, uid: int = 0) -> np.ndarray:
     return (np.arange(length, dtype=np.int32) * 7 + uid) % 32
-
-
-@jax.jit
-def _forward(params, row_1L):
-    model = bind(graph(CONFIG), params)
-    return model.logits(model(row_1L, jnp.arange(row_1L.shape[1])[None], jnp.ones_like(row_1L)))[0]
 
 
 def slow_kept(logits, temperature, top_k, top_p, min_p) -> np.ndarray:
@@ -55,9 +49,7 @@ def logprobs_of(logits_TV: np.ndarray, tokens: np.ndarray, sampling: Sampling) -
 
 def forward_logits(version: int, tokens: np.ndarray) -> np.ndarray:
     """Logits [T, V] behind each of T tokens under the weights of a version, by one forward of the whole sequence."""
-    row_1L = np.zeros((1, LENGTH), np.int32)  # one shape, compiled once: no token sees the padding behind it
-    row_1L[0, : len(tokens)] = tokens
-    return np.asarray(_forward(PARAMS[version], row_1L))[: len(tokens)]
+    return logits_behind(CONFIG, PARAMS[version], tokens)
 
 
 def forward_logprobs(version: int, tokens: np.ndarray, sampling: Sampling = PLAIN) -> np.ndarray:

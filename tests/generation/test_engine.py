@@ -1,14 +1,13 @@
 """The engine's numbers: what it samples, records and rebuilds, against a fresh forward pass of the whole sequence."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from areal_jax import compilation
 from areal_jax.generation.engine import DecodeState, Engine, EngineOptions, Weights, empty_requests
-from areal_jax.models.logprobs import from_logits
-from areal_jax.models.transformer import TransformerConfig, bind, graph, init_params
+from areal_jax.models.transformer import TransformerConfig, init_params
+from tests.full_forward import logprobs_of
 
 CONFIG = TransformerConfig(vocab_size=32, d_model=16, layers=2, heads=4, kv_heads=2, head_size=8, d_ff=32, qk_norm=True)
 OPTIONS = EngineOptions(slots=4, max_length=48, decode_steps=4, prefill_rows=2, length_buckets=(16, 48))
@@ -33,14 +32,6 @@ def admit(engine: Engine, weights: Weights, state: DecodeState, prompts, slots, 
     return engine.start(state, engine.prefill_rows(weights, prompts), requests)
 
 
-def forward_logprobs(weights: Weights, tokens: np.ndarray, temperature: float = 1.0) -> np.ndarray:
-    """log p of every token but the first, by one full forward pass."""
-    model = bind(graph(CONFIG), weights.params)
-    row = jnp.asarray(tokens)[None]
-    logits = model.logits(model(row, jnp.arange(row.shape[1])[None], jnp.ones_like(row)))
-    return np.asarray(from_logits(logits[0, :-1], row[0, 1:], temperature=temperature)[0])
-
-
 PROMPTS = [np.array([1, 2, 3], np.int32), np.arange(4, 15, dtype=np.int32)]
 
 
@@ -56,7 +47,7 @@ def test_recorded_logprobs_are_those_of_a_full_forward(engine, temperature):
     for prompt, slot in zip(PROMPTS, [2, 0], strict=True):
         tokens = np.asarray(state.tokens)[slot, : len(prompt) + 12]
         np.testing.assert_allclose(
-            made[slot], forward_logprobs(weights, tokens, temperature)[len(prompt) - 1 :], atol=2e-5
+            made[slot], logprobs_of(CONFIG, weights.params, tokens, temperature)[len(prompt) - 1 :], atol=2e-5
         )
 
 
@@ -69,7 +60,7 @@ def test_recompute_gives_the_cache_of_the_new_weights(engine):
     state, decoded = engine.decode(new, state, 20)
     for slot in (1, 3):
         tokens = np.asarray(state.tokens)[slot, : before[slot] + 4]
-        expected = forward_logprobs(new, tokens)[before[slot] - 1 :]
+        expected = logprobs_of(CONFIG, new.params, tokens)[before[slot] - 1 :]
         np.testing.assert_allclose(np.asarray(decoded.logprobs)[slot], expected, atol=2e-5)
 
 
@@ -79,7 +70,7 @@ def test_without_recompute_the_old_cache_shows(engine):
     state, _ = engine.decode(old, state, 16)
     before = int(state.length[3])
     state, decoded = engine.decode(new, state, 20)
-    expected = forward_logprobs(new, np.asarray(state.tokens)[3, : before + 4])[before - 1 :]
+    expected = logprobs_of(CONFIG, new.params, np.asarray(state.tokens)[3, : before + 4])[before - 1 :]
     assert np.abs(np.asarray(decoded.logprobs)[3] - expected).max() > 1e-3
 
 
@@ -125,7 +116,7 @@ def test_a_sequence_may_fill_its_cache_to_the_last_token(engine):
     state = admit(engine, weights, engine.init_decode_state(), [prompt], [0], limit=48)
     state, decoded = engine.decode(weights, state, 48)
     assert decoded.count[0] == 2
-    expected = forward_logprobs(weights, np.asarray(state.tokens)[0])[45:]
+    expected = logprobs_of(CONFIG, weights.params, np.asarray(state.tokens)[0])[45:]
     np.testing.assert_allclose(np.asarray(decoded.logprobs)[0, :2], expected, atol=2e-5)
 
 

@@ -9,9 +9,10 @@ import pytest
 
 from areal_jax.generation.engine import Engine, EngineOptions
 from areal_jax.generation.scheduler import Scheduler
-from areal_jax.models.transformer import TransformerConfig, bind, graph, init_params
+from areal_jax.models.transformer import TransformerConfig, init_params
 from areal_jax.transport.generation_service import completions
 from areal_jax.types import GenerateRequest, Sampling
+from tests.full_forward import logits_behind, logprobs_of
 
 CONFIG = TransformerConfig(vocab_size=32, d_model=16, layers=1, heads=4, kv_heads=2, head_size=8, d_ff=32, qk_norm=True)
 
@@ -39,11 +40,8 @@ class GreedyEngine(Engine):
 def greedy(prompt: list[int], params, n: int) -> list[int]:
     """The slow twin: a full forward pass for every token."""
     tokens = list(prompt)
-    model = bind(graph(CONFIG), params)
     while len(tokens) < len(prompt) + n:
-        row = np.array([tokens], np.int32)
-        logits = model.logits(model(row, np.arange(len(tokens))[None], np.ones_like(row)))
-        tokens.append(int(np.argmax(logits[0, -1])))
+        tokens.append(int(np.argmax(logits_behind(CONFIG, params, tokens)[-1])))
     return tokens[len(prompt) :]
 
 
@@ -62,10 +60,8 @@ def test_what_jetstreams_interface_samples_is_what_the_scheduler_does_with_its_l
         tokens.append(int(result.get_result_at_slot(1).tokens[0, 0]))
         logprobs.append(result.logprobs[1, 0])
         assert not result.get_result_at_slot(0).valid.any()
-    row = np.array([[1, 2, 3, *tokens]], np.int32)
-    model = bind(graph(CONFIG), params)
-    logits_LV = model.logits(model(row, np.arange(9)[None], np.ones_like(row)))[0, 2:-1] / 0.8
-    np.testing.assert_allclose(logprobs, jax.nn.log_softmax(logits_LV)[np.arange(6), tokens], atol=1e-5)
+    expected = logprobs_of(CONFIG, params, np.array([1, 2, 3, *tokens]), 0.8)[2:]
+    np.testing.assert_allclose(logprobs, expected, atol=1e-5)
 
     scheduler = Scheduler(engine, engine.load(params, 5))
     scheduler.start()

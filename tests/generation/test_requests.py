@@ -12,8 +12,9 @@ import pytest
 
 from areal_jax.generation.engine import Engine, EngineOptions
 from areal_jax.generation.scheduler import Scheduler
-from areal_jax.models.transformer import TransformerConfig, bind, graph, init_params
+from areal_jax.models.transformer import TransformerConfig, init_params
 from areal_jax.types import Busy, Completion, GenerateRequest, Sampling
+from tests.full_forward import logits_behind
 from tests.generation.by_hand import PLAIN, logprobs_of
 
 CONFIG = TransformerConfig(vocab_size=32, d_model=16, layers=2, heads=4, kv_heads=2, head_size=8, d_ff=32, qk_norm=True)
@@ -95,10 +96,8 @@ def answer(sample: int = 0, **fields) -> Completion:
 
 def forward_logits(completion: Completion, prompt=(1, 2, 3)) -> np.ndarray:
     """The logits [T, V] that each token of a completion was drawn from, by one full forward pass."""
-    tokens = np.concatenate([np.array(prompt, np.int32), completion.tokens])[None]
-    model = bind(graph(CONFIG), {name: jax.numpy.asarray(array) for name, array in PARAMS.items()})
-    logits = model.logits(model(tokens, np.arange(tokens.shape[1])[None], np.ones_like(tokens)))
-    return np.asarray(logits, np.float64)[0, len(prompt) - 1 : -1]
+    tokens = np.concatenate([np.array(prompt, np.int32), completion.tokens])
+    return logits_behind(CONFIG, PARAMS, tokens)[len(prompt) - 1 : -1].astype(np.float64)
 
 
 # The distribution

@@ -23,7 +23,13 @@ def draw(logits, temperature, n, **limits):
     rows = jnp.tile(jnp.asarray(logits), (n, 1))
     keys = request_keys(jnp.zeros(n, jnp.uint32), jnp.arange(n, dtype=jnp.uint32), jnp.zeros(n, jnp.uint32))
     temperatures = jnp.full(n, temperature)
-    least = least_logits(rows, temperatures, truncation(n, **limits), jnp.full(n, True))
+    return _drawn(rows, keys, temperatures, truncation(n, **limits))
+
+
+@jax.jit
+def _drawn(rows, keys, temperatures, limits):
+    n = len(rows)
+    least = least_logits(rows, temperatures, limits, jnp.full(n, True))
     return sample(rows, least, keys, jnp.zeros(n, jnp.int32), temperatures)
 
 
@@ -99,8 +105,13 @@ def kept(logits, temperature=1.0, **limits) -> np.ndarray:
     """Which tokens of each row may be drawn."""
     rows = jnp.atleast_2d(jnp.asarray(logits, jnp.float32))
     n = len(rows)
-    least = least_logits(rows, jnp.full(n, temperature), truncation(n, **limits), jnp.full(n, True))
-    return np.asarray(~(rows < least[:, None]))
+    return np.asarray(_kept(rows, jnp.full(n, temperature), truncation(n, **limits)))
+
+
+@jax.jit
+def _kept(rows, temperatures, limits):
+    """Compared where it was found: to XLA on a CPU a number too small for float32's exponents is 0."""
+    return ~(rows < least_logits(rows, temperatures, limits, jnp.full(len(rows), True))[:, None])
 
 
 def test_top_p_keeps_the_fewest_tokens_that_reach_it_and_their_distribution_is_renormalised():

@@ -9,9 +9,9 @@ import pytest
 
 from areal_jax.generation.engine import Engine, EngineOptions
 from areal_jax.generation.scheduler import Scheduler
-from areal_jax.models.logprobs import from_logits
-from areal_jax.models.transformer import TransformerConfig, bind, graph, init_params
+from areal_jax.models.transformer import TransformerConfig, init_params
 from areal_jax.types import Busy, Completion, GenerateRequest, Sampling
+from tests.full_forward import logprobs_of
 
 CONFIG = TransformerConfig(vocab_size=32, d_model=16, layers=1, heads=4, kv_heads=2, head_size=8, d_ff=32, qk_norm=True)
 ENGINE = Engine(CONFIG, EngineOptions(slots=4, max_length=64, decode_steps=2, prefill_rows=2, length_buckets=(16, 64)))
@@ -80,9 +80,7 @@ def ask(
 def assert_logprobs_are_those_of_the_versions(prompt, completion: Completion, params_by_version, atol=5e-5):
     tokens = np.concatenate([np.array(prompt, np.int32), completion.tokens])
     for version in np.unique(completion.versions):
-        model = bind(graph(CONFIG), params_by_version[version])
-        logits = model.logits(model(tokens[None], np.arange(len(tokens))[None], np.ones((1, len(tokens)), np.int32)))
-        expected = np.asarray(from_logits(logits[0, :-1], tokens[1:], temperature=1.0)[0])[len(prompt) - 1 :]
+        expected = logprobs_of(CONFIG, params_by_version[version], tokens)[len(prompt) - 1 :]
         of_version = completion.versions == version
         np.testing.assert_allclose(completion.logprobs[of_version], expected[of_version], atol=atol)
 

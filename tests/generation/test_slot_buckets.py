@@ -10,6 +10,8 @@ from areal_jax.generation.engine import Engine, EngineOptions, empty_requests
 from areal_jax.models.transformer import init_params
 from tests.generation.by_hand import CONFIG, ByHand, prompt_of
 
+pytestmark = pytest.mark.usefixtures("quickly_compiled")
+
 OPTIONS = EngineOptions(slots=8, max_length=64, decode_steps=2, length_buckets=(24, 64), slot_buckets=(2, 8))
 
 

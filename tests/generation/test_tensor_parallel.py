@@ -13,6 +13,8 @@ from areal_jax.generation import placement
 from areal_jax.generation.engine import Engine, EngineOptions, Weights, empty_requests
 from areal_jax.models.transformer import TransformerConfig, init_params
 
+pytestmark = pytest.mark.usefixtures("quickly_compiled")
+
 CONFIG = TransformerConfig(
     vocab_size=32, d_model=16, layers=2, heads=8, kv_heads=4, head_size=8, d_ff=32, qk_norm=True, qkv_bias=True
 )

@@ -19,6 +19,8 @@ from areal_jax.models import sharding
 from areal_jax.models.transformer import TransformerConfig, init_params
 from areal_jax.trainer import lora, state, step
 
+pytestmark = pytest.mark.usefixtures("quickly_compiled")
+
 ROOT = pathlib.Path(__file__).parents[2]
 MODEL = ROOT / "configs" / "arithmetic_model"
 SHAPE = ROOT / "configs" / "shapes" / "qwen2.5-1.5b-instruct.json"

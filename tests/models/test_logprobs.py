@@ -9,6 +9,8 @@ from areal_jax.models import sharding
 from areal_jax.models.logprobs import from_logits, token_logprobs
 from areal_jax.models.transformer import TransformerConfig, bind, graph, init_params
 
+pytestmark = pytest.mark.usefixtures("quickly_compiled")
+
 CONFIG = TransformerConfig(vocab_size=64, d_model=16, layers=1, heads=2, kv_heads=1, head_size=8, d_ff=32)
 
 

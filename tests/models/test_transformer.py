@@ -32,6 +32,8 @@ from areal_jax.models.transformer import (
     strip_rows,
 )
 
+pytestmark = pytest.mark.usefixtures("quickly_compiled")
+
 FAMILIES = {
     "llama": {"rope_type": "llama3", "rope_factor": 8.0, "rope_original_positions": 8},
     "mistral": {"head_size": 6},

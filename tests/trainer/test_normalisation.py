@@ -15,6 +15,8 @@ from areal_jax.algorithms import packing
 from areal_jax.trainer import journal, step
 from areal_jax.trainer.state import TrainState
 
+pytestmark = pytest.mark.usefixtures("quickly_compiled")
+
 VERSION, MAX_STALENESS = 1, 0  # tokens of version 0 do not train
 EXACT = 1e-6  # relative; a log-probability of -4 is rounded by 2.4e-7, and so is the weight that its exp is
 

@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 
 from areal_jax.generation.scheduler import Scheduler
-from areal_jax.models.logprobs import from_logits
-from areal_jax.models.transformer import bind, graph
 from areal_jax.transport.http_server import HttpServer, Model
+from tests.full_forward import logits_behind
 from tests.transport import tiny
 from tests.transport.tiny import CONFIG, EOS, NAME, SLOTS, params_of, scrape
 
@@ -58,18 +57,13 @@ def chat(client, *, extra=(), **fields):
     return client.chat.completions.create(**asked, extra_body={**IDS, **dict(extra)})
 
 
-def all_logits(tokens, params):
-    """Behind each token, by one forward of the whole: [T, V]."""
-    model = bind(graph(CONFIG), params)
-    return model.logits(model(tokens[None], np.arange(len(tokens))[None], np.ones((1, len(tokens)), np.int32)))[0]
-
-
 def logprobs_by_hand(prompt, answer, params, without=()):
     """Of the answer's tokens by one forward of the whole, over the ids that the tokenizer defines less `without`."""
     tokens = np.array([*prompt, *answer], np.int32)
-    logits = all_logits(tokens, params)
-    logits = logits.at[..., list(without)].set(-np.inf) if without else logits
-    return np.asarray(from_logits(logits[:-1], tokens[1:], temperature=1.0)[0])[len(prompt) - 1 :]
+    logits = logits_behind(CONFIG, params, tokens)[:-1].astype(np.float64)
+    logits[:, list(without)] = -np.inf
+    logprobs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    return logprobs[np.arange(len(logits)), tokens[1:]][len(prompt) - 1 :]
 
 
 def test_models_are_listed_and_an_unknown_one_is_404(client):
@@ -132,7 +126,7 @@ def test_alternatives_are_the_likeliest_tokens_beside_the_drawn_one(client, toke
     choice = complete(client, logprobs=3).choices[0]
     assert choice.token_ids == plain.token_ids and plain.logprobs is None
     tokens = np.array([*choice.prompt_token_ids, *choice.token_ids], np.int32)
-    logits_TV = all_logits(tokens, params_of(0))[len(choice.prompt_token_ids) - 1 : -1]
+    logits_TV = logits_behind(CONFIG, params_of(0), tokens)[len(choice.prompt_token_ids) - 1 : -1]
     assert len(logits_TV) == len(choice.logprobs.top_logprobs) > 1
     for place, given in enumerate(choice.logprobs.top_logprobs):
         logprobs = jax.nn.log_softmax(logits_TV[place])
