@@ -8,12 +8,12 @@ import pytest
 from tests.end_to_end import job
 from tests.end_to_end.test_whole_runs import check_metrics
 
-STEPS, STOPPED = 40, 2  # it takes some steps until all processes know that they are to stop
+STEPS, STOPPED = 24, 2  # it takes some steps until all processes know that they are to stop
 SETTINGS = {
     "trainer.distributed.processes": 2,
     "trainer.distributed.coordinator": "127.0.0.1:0",
     "trainer.steps": STEPS,
-    "trainer.checkpoint.every": 2,
+    "trainer.checkpoint.every": 4,
     "eval.every": 0,
 }
 

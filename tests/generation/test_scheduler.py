@@ -13,6 +13,8 @@ from areal_jax.models.transformer import TransformerConfig, init_params
 from areal_jax.types import Busy, Completion, GenerateRequest, Sampling
 from tests.full_forward import logprobs_of
 
+pytestmark = pytest.mark.usefixtures("quickly_compiled")
+
 CONFIG = TransformerConfig(vocab_size=32, d_model=16, layers=1, heads=4, kv_heads=2, head_size=8, d_ff=32, qk_norm=True)
 ENGINE = Engine(CONFIG, EngineOptions(slots=4, max_length=64, decode_steps=2, prefill_rows=2, length_buckets=(16, 64)))
 

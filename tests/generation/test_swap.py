@@ -19,6 +19,8 @@ from areal_jax.models.transformer import bind, graph
 from areal_jax.types import Completion, Sampling
 from tests.generation.by_hand import CONFIG, LENGTH, PARAMS, ByHand, forward_logprobs
 
+pytestmark = pytest.mark.usefixtures("quickly_compiled")
+
 OPTIONS = EngineOptions(slots=4, max_length=64, decode_steps=2, prefill_rows=2, length_buckets=(16, 32, 64))
 ENGINE = Engine(CONFIG, OPTIONS)
 

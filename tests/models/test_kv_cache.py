@@ -11,6 +11,8 @@ from areal_jax.models import kv_cache
 from areal_jax.models.attention import PLAIN, decode_attention
 from areal_jax.models.kv_cache import HEADS_FIRST, IN_PIECES, TOKENS_FIRST, CacheLayout, KVCache, LayerCache
 
+pytestmark = pytest.mark.usefixtures("quickly_compiled")
+
 S, K, H, ENDS = 3, 2, 4, (5, 8, 16)
 LAYOUTS = (IN_PIECES, HEADS_FIRST, TOKENS_FIRST)
 

@@ -10,6 +10,8 @@ from areal_jax.trainer import step
 from areal_jax.trainer.checkpoint import Checkpoints
 from areal_jax.trainer.state import random_state
 
+pytestmark = pytest.mark.usefixtures("quickly_compiled")
+
 QUEUE = {
     "uid": np.array([3, 2**40], np.int64),
     "tokens": np.arange(5, dtype=np.int32),

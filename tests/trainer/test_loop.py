@@ -13,6 +13,8 @@ from areal_jax.trainer.journal import TIMES
 from areal_jax.trajectory_queue import TrajectoryQueue
 from areal_jax.weights import Publisher
 
+pytestmark = pytest.mark.usefixtures("quickly_compiled")
+
 GROUP = 4
 LONGEST = 16
 NEVER = threading.Event()

@@ -10,6 +10,8 @@ from areal_jax.config import Config, OptimizerConfig, build
 from areal_jax.models import sharding
 from areal_jax.trainer import state
 
+pytestmark = pytest.mark.usefixtures("quickly_compiled")
+
 OPTIMIZER = OptimizerConfig(lr=0.5, warmup_fraction=0.0)
 
 

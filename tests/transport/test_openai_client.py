@@ -13,6 +13,8 @@ from tests.full_forward import logits_behind
 from tests.transport import tiny
 from tests.transport.tiny import CONFIG, EOS, NAME, SLOTS, params_of, scrape
 
+pytestmark = pytest.mark.usefixtures("quickly_compiled")
+
 openai = pytest.importorskip("openai")
 
 
