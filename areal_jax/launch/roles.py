@@ -35,7 +35,7 @@ if TYPE_CHECKING:  # the controller starts without jax
 log = logging.getLogger(__name__)
 
 STOPPED = 130  # exit status
-LINGER_S = 3.0  # that the trainer still answers after training, so that the controller hears of the end
+LINGER_S = 3.0  # at most, that the trainer still answers after training, so that the controller hears of the end
 
 
 def run(config: Config, role: str, *, index: int = 0, process: int | None = None) -> int:
@@ -130,7 +130,8 @@ def _lead(config: Config, processes: "Processes", stop: threading.Event) -> int:
     try:
         send = weights.shared_memory_sender(directory, push)
         version = train(config, queue, send, stop, processes, lambda: _ready(processes, stop))
-        stop.wait(LINGER_S)
+        if not stop.is_set():
+            server.heard.wait(LINGER_S)
         return version
     finally:
         server.stop()

@@ -42,6 +42,13 @@ class Server:
     stop: Callable[[], None]
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class TrainerServer(Server):
+    """`heard` is set when the controller has been told that training is finished."""
+
+    heard: threading.Event
+
+
 def serve_generation(
     scheduler: Scheduler,
     *,
@@ -91,12 +98,15 @@ def serve_generation(
     return Server(addresses.with_port(address, port), stop)
 
 
-def serve_trainer(queue: TrajectoryQueue, *, address: str, token: str = "", weights_directory: str = "") -> Server:
+def serve_trainer(
+    queue: TrajectoryQueue, *, address: str, token: str = "", weights_directory: str = ""
+) -> TrainerServer:
     """Serves a trajectory queue, and the weight files of a directory. Raises as `serve_generation` does."""
     addresses.check_guarded(address, token)
     threads = futures.ThreadPoolExecutor(TRAINER_THREADS, thread_name_prefix="trainer-server")
     server = grpc.server(threads, options=OPTIONS, interceptors=[_TokenCheck(token)] if token else [])
-    pb_grpc.add_TrainerServicer_to_server(TrainerServicer(queue, weights_directory), server)
+    servicer = TrainerServicer(queue, weights_directory)
+    pb_grpc.add_TrainerServicer_to_server(servicer, server)
     port = _listen(server, address)
     server.start()
 
@@ -104,7 +114,7 @@ def serve_trainer(queue: TrajectoryQueue, *, address: str, token: str = "", weig
         server.stop(grace=0).wait()
         threads.shutdown()
 
-    return Server(addresses.with_port(address, port), stop)
+    return TrainerServer(addresses.with_port(address, port), stop, servicer.heard)
 
 
 def _listen(server: Any, address: str) -> int:

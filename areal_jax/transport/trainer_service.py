@@ -26,6 +26,7 @@ class TrainerServicer(pb_grpc.TrainerServicer):
     def __init__(self, queue: TrajectoryQueue, weights_directory: str = ""):
         self._queue = queue
         self._weights_directory = weights_directory
+        self.heard = threading.Event()  # somebody was told that training is finished
 
     def _wait_opened(self, context: Any) -> None:
         while context.is_active() and not self._queue.wait_opened(POLL_S):
@@ -64,6 +65,10 @@ class TrainerServicer(pb_grpc.TrainerServicer):
             if newest != seen:
                 yield codec.encode_announcement(newest)
             seen = newest
+        if seen.finished:
+            context.add_callback(
+                self.heard.set
+            )  # at the end of the call, when all is sent; not when the caller is gone
 
     def FetchWeights(self, request: pb.FetchWeightsRequest, context: Any) -> Iterator[pb.WeightsPiece]:
         wanted = request.version if request.HasField("version") else None

@@ -17,12 +17,13 @@ def fails(tmp_path, settings, *, within_s):
     """Runs the command to its end and returns the text of its one error."""
     run_dir = tmp_path / "run"
     began = time.monotonic()
-    status, _, err = job.run(run_dir, settings, timeout_s=60)
+    status, out, err = job.run(run_dir, settings, timeout_s=60)
     seconds = time.monotonic() - began
     assert status in (1, 2)
     assert err.startswith("error: ")
     assert err.count("error:") == 1
     assert "Traceback" not in err
+    assert "what every file is" not in out, "the page of a run that came to nothing"
     assert seconds < within_s, f"took {seconds:.1f} s"
     job.assert_nothing_left(run_dir)
     return err.removeprefix("error: ")
@@ -130,11 +131,18 @@ def test_a_directory_without_a_model_is_named(tmp_path):
     assert "config.json" in error
 
 
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A run of one step, with its checkpoint."""
+    run_dir = tmp_path_factory.mktemp("trained") / "run"
+    assert job.run(run_dir, {"trainer.steps": 1, "run.launch": "threads"})[0] == 0
+    return run_dir
+
+
 @pytest.mark.parametrize("launch", ["processes", "threads"])
-def test_a_checkpoint_of_another_model_is_not_restored(tmp_path, launch):
+def test_a_checkpoint_of_another_model_is_not_restored(tmp_path, trained, launch):
     run_dir = tmp_path / "run"
-    small = {"trainer.steps": 1, "run.launch": "threads"}
-    assert job.run(run_dir, small)[0] == 0
+    shutil.copytree(trained, run_dir)
     model = tmp_path / "model"
     shutil.copytree(MODEL, model)
     config = json.loads((model / "config.json").read_text())

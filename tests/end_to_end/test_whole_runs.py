@@ -29,7 +29,7 @@ THREAD_STEPS = 10
 def whole(tmp_path_factory):
     """A run in three processes: its directory, exit status and output, what ran, and a second start meanwhile."""
     run_dir = tmp_path_factory.mktemp("processes") / "run"
-    process = job.start(run_dir, {"generation.slots": 2})  # the slower part, whatever else the machine does
+    process = job.start(run_dir)
     job.wait_until(lambda: job.version(run_dir) >= 1, 90, "first step")
     pids = job.processes(run_dir)
     second = job.run(run_dir, timeout_s=30)

@@ -247,6 +247,20 @@ def test_jetstream_health_is_the_engines(scheduler, channel):
     assert not health(jetstream_pb2.HealthCheckRequest()).is_live
 
 
+def test_the_trainer_knows_when_its_end_was_heard():
+    queue = make_queue()
+    server = serve_trainer(queue, address="127.0.0.1:0")
+    with grpc.insecure_channel(server.address) as channel:
+        announced = pb_grpc.TrainerStub(channel).Announcements(pb.AnnouncementsRequest())
+        queue.announce(0)
+        assert not next(announced).finished
+        assert not server.heard.is_set()
+        queue.announce(1, finished=True)
+        assert [each.finished for each in announced] == [True]
+        assert server.heard.wait(10)
+    server.stop()
+
+
 # Addresses and tokens
 
 
