@@ -36,6 +36,7 @@ log = logging.getLogger(__name__)
 
 STOPPED = 130  # exit status
 LINGER_S = 3.0  # at most, that the trainer still answers after training, so that the controller hears of the end
+HEARD_S = 0.5  # more, in which the controller ends the calls that it has under way
 
 
 def run(config: Config, role: str, *, index: int = 0, process: int | None = None) -> int:
@@ -130,8 +131,8 @@ def _lead(config: Config, processes: "Processes", stop: threading.Event) -> int:
     try:
         send = weights.shared_memory_sender(directory, push)
         version = train(config, queue, send, stop, processes, lambda: _ready(processes, stop))
-        if not stop.is_set():
-            server.heard.wait(LINGER_S)
+        if not stop.is_set() and server.heard.wait(LINGER_S):
+            stop.wait(HEARD_S)
         return version
     finally:
         server.stop()
