@@ -76,7 +76,7 @@ def plain_errors() -> Iterator[None]:
         if not isinstance(error, MemoryError) and "RESOURCE_EXHAUSTED" not in str(error):  # the latter is XLA's
             raise
         traceback.print_exc()
-        print(f"error: out of memory: {str(error).splitlines()[0]} {LESS}", file=sys.stderr)
+        print(f"error: out of memory: {str(error).splitlines()[0].rstrip('.')}. {LESS}", file=sys.stderr)
         sys.exit(1)
 
 
