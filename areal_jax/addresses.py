@@ -38,15 +38,17 @@ def with_port(address: str, port: int) -> str:
 
 def check_guarded(address: str, token: str) -> None:
     """Raises ValueError for an address that is none, or that others can reach without a token."""
-    host, _ = split(address)
-    if not token and not _is_loopback(host):
+    split(address)
+    if not token and not is_loopback(address):
         raise ValueError(
             f"address={address} can be reached from other machines and no token is set, so anyone could use it; "
             "set the same AREAL_JAX_TOKEN in the environment of every process of the run, or listen on 127.0.0.1"
         )
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(address: str) -> bool:
+    """Whether nobody but this machine can reach an address."""
+    host, _ = split(address)
     if host == "localhost":
         return True
     try:

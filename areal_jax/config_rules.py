@@ -127,9 +127,7 @@ def _check_reinforcement(config: Config) -> None:
 
 def check_parts(config: Config) -> None:
     """Raises ValueError where parts that are started one by one could not find each other."""
-    named = [("trainer.address", config.trainer.address)]
-    named += [("generation.addresses", each) for each in config.generation.addresses]
-    for key, address in named:
+    for key, address in _grpc_addresses(config):
         if not addresses.split(address)[1]:
             raise ValueError(
                 f"config.{key}: the port of {address} is left open, so that the other parts could not find it; give "
@@ -204,15 +202,19 @@ def _check_addresses(config: Config) -> None:
     settings = config.generation
     if not settings.addresses:
         raise ValueError("config.generation.addresses is empty; it needs at least one host:port")
-    named = [("trainer.address", config.trainer.address)]
-    named += [("generation.addresses", each) for each in settings.addresses]
-    named += [("generation.http_addresses", each) for each in settings.http_addresses]
+    named = _grpc_addresses(config) + [("generation.http_addresses", each) for each in settings.http_addresses]
     seen: dict[str, str] = {}
     for key, address in named:
         _, port = addresses.split(address, f"config.{key}")
         if port and address in seen:
             raise ValueError(f"config.{key} and config.{seen[address]} have {address} both; give each its own port")
         seen[address] = key
+
+
+def _grpc_addresses(config: Config) -> list[tuple[str, str]]:
+    """(key, address) of the servers by which the parts of a run reach one another."""
+    trainer = ("trainer.address", config.trainer.address)
+    return [trainer, *(("generation.addresses", each) for each in config.generation.addresses)]
 
 
 def _numbers(section: Any, prefix: str) -> Iterator[tuple[str, float]]:

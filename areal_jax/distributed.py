@@ -22,7 +22,6 @@ import itertools
 import logging
 import math
 import os
-import re
 import sys
 import threading
 import time
@@ -45,7 +44,6 @@ log = logging.getLogger(__name__)
 CHUNK_BYTES = 4 << 20  # that one device sends another at a time: one size, so one program
 HEARTBEAT_S = 100.0
 POLL_S = 1.0
-LOOPBACK = r"127\.|localhost:|\[::1\]:"
 TOLD = "areal_jax/told/"  # ends with "stop", or with the number of a process that failed
 
 
@@ -186,8 +184,7 @@ def joined(
         yield processes
         processes.barrier("the end of training")
     except BaseException as error:
-        lost = isinstance(error, JaxRuntimeError) or "Gloo" in str(error)  # a connection; it comes as a ValueError, too
-        if lost:
+        if isinstance(error, JaxRuntimeError) or "Gloo" in str(error):  # of a connection; a ValueError, too
             time.sleep(2 * POLL_S)  # by then the reason of a process that told why has ended this one
             error.add_note("If a connection was closed or reset, another process ended first: its log says why.")
         atexit.register(_leave, index)
@@ -248,7 +245,7 @@ def _initialize(coordinator: str, index: int, count: int, timeout_s: float) -> N
             coordinator,
             num_processes=count,
             process_id=index,
-            coordinator_bind_address=coordinator if re.match(LOOPBACK, coordinator) else None,  # None: every address
+            coordinator_bind_address=coordinator if addresses.is_loopback(coordinator) else None,  # None: every address
             initialization_timeout=2 * math.ceil(timeout_s),
             heartbeat_timeout_seconds=math.ceil(min(timeout_s, HEARTBEAT_S)),
             shutdown_timeout_seconds=math.ceil(timeout_s),

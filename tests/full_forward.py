@@ -26,7 +26,7 @@ def _logits(config: TransformerConfig, params: Mapping[str, Any], row_1L: jax.Ar
     return model.logits(model(row_1L, jnp.arange(row_1L.shape[1])[None], jnp.ones_like(row_1L)))
 
 
-def logprobs_of(
+def full_logprobs(
     config: TransformerConfig, params: Mapping[str, Any], tokens: np.ndarray, temperature: float = 1.0
 ) -> np.ndarray:
     """log p of every token but the first, in float64."""

@@ -11,6 +11,7 @@ import re
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
+from typing import NoReturn
 
 from absl import flags
 from ml_collections import ConfigDict, config_flags
@@ -23,7 +24,7 @@ GIVE = {  # what a flag that must be set may be
     "checkpoint": "runs/NAME, the directory of a run",
     "out": "DIR, a directory that does not exist yet",
 }
-LESS = (
+LESS_MEMORY = (
     "The same command with --dry_run shows what takes how much; less is taken with smaller generation.slots and "
     "max_length, or trainer.token_budget and trainer.remat"
 )
@@ -76,7 +77,7 @@ def plain_errors() -> Iterator[None]:
         if not isinstance(error, MemoryError) and "RESOURCE_EXHAUSTED" not in str(error):  # the latter is XLA's
             raise
         traceback.print_exc()
-        print(f"error: out of memory: {str(error).splitlines()[0].rstrip('.')}. {LESS}", file=sys.stderr)
+        print(f"error: out of memory: {str(error).splitlines()[0].rstrip('.')}. {LESS_MEMORY}", file=sys.stderr)
         sys.exit(1)
 
 
@@ -84,20 +85,21 @@ def parse_flags(argv: Sequence[str]) -> list[str]:
     """absl's parser; what it refuses is told in a sentence, and ends the process with status 2."""
     file = _config_file(argv)
     if file and not pathlib.Path(file).is_file():
-        print(f"error: --config={file}: no such file", file=sys.stderr)
-        sys.exit(2)
+        _refuse(f"--config={file}: no such file")
     if file and not file.endswith(".py"):
-        print(
-            f"error: --config={file} must be a Python file with a get_config(), like {GIVE['config']}; a saved one "
-            f"is --config=areal_jax/config.py:{file}",
-            file=sys.stderr,
+        _refuse(
+            f"--config={file} must be a Python file with a get_config(), like {GIVE['config']}; a saved one is "
+            f"--config=areal_jax/config.py:{file}"
         )
-        sys.exit(2)
     try:
         return flags.FLAGS(list(argv))
     except Exception as error:  # the config is a program
-        print(f"error: {_within(file, error) or _mistake(argv, error)}", file=sys.stderr)
-        sys.exit(2)
+        _refuse(_within(file, error) or _mistake(argv, error))
+
+
+def _refuse(told: str) -> NoReturn:
+    print(f"error: {told}", file=sys.stderr)
+    sys.exit(2)
 
 
 def _within(file: str, error: BaseException) -> str:

@@ -66,9 +66,8 @@ class TrainerServicer(pb_grpc.TrainerServicer):
                 yield codec.encode_announcement(newest)
             seen = newest
         if seen.finished:
-            context.add_callback(
-                self.heard.set
-            )  # at the end of the call, when all is sent; not when the caller is gone
+            # Called at the end of this call, when all is sent; not if the caller is gone before.
+            context.add_callback(self.heard.set)
 
     def FetchWeights(self, request: pb.FetchWeightsRequest, context: Any) -> Iterator[pb.WeightsPiece]:
         wanted = request.version if request.HasField("version") else None

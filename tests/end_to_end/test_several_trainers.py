@@ -54,6 +54,5 @@ def test_the_timeline_has_the_steps_of_both_processes_at_the_same_time(runs):
     assert [len(each) for each in updates] == [STEPS, STEPS]
     for first, second in zip(*updates, strict=True):
         ends = [each["ts"] + each["dur"] for each in (first, second)]
-        assert (
-            abs(ends[0] - ends[1]) < 0.5e6
-        )  # microseconds: who is through looks at the clock as soon as it gets a core
+        # Microseconds: who is through looks at the clock as soon as it gets a core.
+        assert abs(ends[0] - ends[1]) < 0.5e6

@@ -7,7 +7,7 @@ import pytest
 from areal_jax import compilation
 from areal_jax.generation.engine import DecodeState, Engine, EngineOptions, Weights, empty_requests
 from areal_jax.models.transformer import TransformerConfig, init_params
-from tests.full_forward import logprobs_of
+from tests.full_forward import full_logprobs
 
 CONFIG = TransformerConfig(vocab_size=32, d_model=16, layers=2, heads=4, kv_heads=2, head_size=8, d_ff=32, qk_norm=True)
 OPTIONS = EngineOptions(slots=4, max_length=48, decode_steps=4, prefill_rows=2, length_buckets=(16, 48))
@@ -47,7 +47,7 @@ def test_recorded_logprobs_are_those_of_a_full_forward(engine, temperature):
     for prompt, slot in zip(PROMPTS, [2, 0], strict=True):
         tokens = np.asarray(state.tokens)[slot, : len(prompt) + 12]
         np.testing.assert_allclose(
-            made[slot], logprobs_of(CONFIG, weights.params, tokens, temperature)[len(prompt) - 1 :], atol=2e-5
+            made[slot], full_logprobs(CONFIG, weights.params, tokens, temperature)[len(prompt) - 1 :], atol=2e-5
         )
 
 
@@ -60,7 +60,7 @@ def test_recompute_gives_the_cache_of_the_new_weights(engine):
     state, decoded = engine.decode(new, state, 20)
     for slot in (1, 3):
         tokens = np.asarray(state.tokens)[slot, : before[slot] + 4]
-        expected = logprobs_of(CONFIG, new.params, tokens)[before[slot] - 1 :]
+        expected = full_logprobs(CONFIG, new.params, tokens)[before[slot] - 1 :]
         np.testing.assert_allclose(np.asarray(decoded.logprobs)[slot], expected, atol=2e-5)
 
 
@@ -70,7 +70,7 @@ def test_without_recompute_the_old_cache_shows(engine):
     state, _ = engine.decode(old, state, 16)
     before = int(state.length[3])
     state, decoded = engine.decode(new, state, 20)
-    expected = logprobs_of(CONFIG, new.params, np.asarray(state.tokens)[3, : before + 4])[before - 1 :]
+    expected = full_logprobs(CONFIG, new.params, np.asarray(state.tokens)[3, : before + 4])[before - 1 :]
     assert np.abs(np.asarray(decoded.logprobs)[3] - expected).max() > 1e-3
 
 
@@ -116,7 +116,7 @@ def test_a_sequence_may_fill_its_cache_to_the_last_token(engine):
     state = admit(engine, weights, engine.init_decode_state(), [prompt], [0], limit=48)
     state, decoded = engine.decode(weights, state, 48)
     assert decoded.count[0] == 2
-    expected = logprobs_of(CONFIG, weights.params, np.asarray(state.tokens)[0])[45:]
+    expected = full_logprobs(CONFIG, weights.params, np.asarray(state.tokens)[0])[45:]
     np.testing.assert_allclose(np.asarray(decoded.logprobs)[0, :2], expected, atol=2e-5)
 
 

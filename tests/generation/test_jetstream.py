@@ -12,7 +12,7 @@ from areal_jax.generation.scheduler import Scheduler
 from areal_jax.models.transformer import TransformerConfig, init_params
 from areal_jax.transport.generation_service import completions
 from areal_jax.types import GenerateRequest, Sampling
-from tests.full_forward import logits_behind, logprobs_of
+from tests.full_forward import full_logprobs, logits_behind
 
 CONFIG = TransformerConfig(vocab_size=32, d_model=16, layers=1, heads=4, kv_heads=2, head_size=8, d_ff=32, qk_norm=True)
 
@@ -60,7 +60,7 @@ def test_what_jetstreams_interface_samples_is_what_the_scheduler_does_with_its_l
         tokens.append(int(result.get_result_at_slot(1).tokens[0, 0]))
         logprobs.append(result.logprobs[1, 0])
         assert not result.get_result_at_slot(0).valid.any()
-    expected = logprobs_of(CONFIG, params, np.array([1, 2, 3, *tokens]), 0.8)[2:]
+    expected = full_logprobs(CONFIG, params, np.array([1, 2, 3, *tokens]), 0.8)[2:]
     np.testing.assert_allclose(logprobs, expected, atol=1e-5)
 
     scheduler = Scheduler(engine, engine.load(params, 5))

@@ -11,7 +11,7 @@ from areal_jax.generation.engine import Engine, EngineOptions
 from areal_jax.generation.scheduler import Scheduler
 from areal_jax.models.transformer import TransformerConfig, init_params
 from areal_jax.types import Busy, Completion, GenerateRequest, Sampling
-from tests.full_forward import logprobs_of
+from tests.full_forward import full_logprobs
 
 pytestmark = pytest.mark.usefixtures("quickly_compiled")
 
@@ -82,7 +82,7 @@ def ask(
 def assert_logprobs_are_those_of_the_versions(prompt, completion: Completion, params_by_version, atol=5e-5):
     tokens = np.concatenate([np.array(prompt, np.int32), completion.tokens])
     for version in np.unique(completion.versions):
-        expected = logprobs_of(CONFIG, params_by_version[version], tokens)[len(prompt) - 1 :]
+        expected = full_logprobs(CONFIG, params_by_version[version], tokens)[len(prompt) - 1 :]
         of_version = completion.versions == version
         np.testing.assert_allclose(completion.logprobs[of_version], expected[of_version], atol=atol)
 
