@@ -23,6 +23,7 @@ from jax.sharding import Mesh, PartitionSpec
 from areal_jax.models import tiled_attention
 from areal_jax.models.kv_cache import IN_PIECES, CacheLayout, LayerCache
 from areal_jax.models.sharding import ROWS
+from areal_jax.models.tiled_attention import Tile
 
 log = logging.getLogger(__name__)
 
@@ -66,7 +67,7 @@ class Kernels:
     decode: Kernel | None = None
     cache: CacheLayout = IN_PIECES
     mesh: Mesh | None = None
-    tile: int = 64  # tokens of a tile in the plain form of packed attention
+    tile: Tile | None = None  # of the plain form of packed attention; None = the fastest on a CPU
     per_token: Callable[..., Any] = all_at_once  # not attention: how norms, projections, feed-forward, head are run
 
 
@@ -83,7 +84,9 @@ def packed_attention(
     if (kernel := kernels.packed) is not None and _takes(kernel, query_BLNH, key_BLKH):
         run = kernel.run
     else:
-        run = functools.partial(tiled_attention.packed, tile=kernels.tile)
+        (_, L, N, H), K = query_BLNH.shape, key_BLKH.shape[2]
+        tile = kernels.tile or tiled_attention.tile_for(L, N // K, H)
+        run = functools.partial(tiled_attention.packed, tile=tile)
     return _on_each_device(run, kernels.mesh, PACKED)(query_BLNH, key_BLKH, value_BLKH, segment_ids_BL)
 
 

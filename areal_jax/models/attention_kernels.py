@@ -29,8 +29,9 @@ from jax.sharding import Mesh
 from areal_jax.models import batch_invariant
 from areal_jax.models.attention import Kernel, Kernels
 from areal_jax.models.kv_cache import HEADS_FIRST
+from areal_jax.models.tiled_attention import Tile
 
-LARGE_TILE = 512  # tokens of a tile in the plain form: an accelerator would spend small ones on starting programs
+LARGE_TILE = Tile(512, 512)  # of the plain form: an accelerator would spend small ones on starting programs
 TILE = 128  # tokens: Pallas' `mha` and `gqa` step by it, and it is the width of a TPU register
 SPLASH_BLOCKS = (512, 256, 128)  # the largest that divides the row is taken
 DECODE_SPLITS = (16, 8, 4, 2, 1)  # parts of a cache that are read side by side; likewise

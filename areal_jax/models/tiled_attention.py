@@ -9,11 +9,13 @@ is summed while the keys go by, and the backward pass computes each tile once mo
 In: queries, keys, values, segments. Out: what they mix to. Called by `attention`; waits for nobody. Scores, softmax and
 sums are float32; products take their operands in the dtype of the inputs.
 
-Shapes: B rows, L tokens, N query heads, K key/value heads, G = N / K queries per key, H head size, T tokens of a tile;
-Q = G * T queries of a tile.
+Shapes: B rows, L tokens, N query heads, K key/value heads, G = N / K queries per key, H head size, T keys of a tile, U
+tokens whose queries are a tile's; Q = G * U of these queries.
 """
 
+import dataclasses
 import functools
+import math
 from typing import Any
 
 import jax
@@ -25,14 +27,36 @@ from areal_jax.models.products import sum_of_products
 HIDDEN = jnp.finfo(jnp.float32).min / 2  # a score that adds nothing beside any other; differences of two are finite
 
 
+@dataclasses.dataclass(frozen=True)
+class Tile:
+    """How many tokens' queries, and how many keys, are a tile; a row need not be a multiple of either."""
+
+    queries: int
+    keys: int
+
+
+SMALL = Tile(64, 64)
+
+
+def tile_for(length: int, queries_per_key: int, head_size: int) -> Tile:
+    """The tile that is fastest on a CPU.
+
+    Larger products use more cores, and more of a tile is hidden or of other segments. What gains from that are heads of
+    64 and more in rows that have room for long segments; a quarter to a third at 2,048 tokens and more beyond.
+    """
+    if length < 2048 or head_size < 64:
+        return SMALL
+    return Tile(128 if queries_per_key > 4 else 256, 128)
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnames=("tile",))
-def packed(query_BLNH: Array, key_BLKH: Array, value_BLKH: Array, segment_ids_BL: Array, tile: int) -> Array:
-    """As `attention.packed_attention`, `tile` tokens at a time; a row need not be a multiple of it."""
+def packed(query_BLNH: Array, key_BLKH: Array, value_BLKH: Array, segment_ids_BL: Array, tile: Tile) -> Array:
+    """As `attention.packed_attention`, a tile at a time."""
     return _forward(query_BLNH, key_BLKH, value_BLKH, segment_ids_BL, tile)[0]
 
 
 def _forward(
-    query_BLNH: Array, key_BLKH: Array, value_BLKH: Array, segment_ids_BL: Array, tile: int
+    query_BLNH: Array, key_BLKH: Array, value_BLKH: Array, segment_ids_BL: Array, tile: Tile
 ) -> tuple[Array, tuple[Array, ...]]:
     begins_BL = _begins(segment_ids_BL, tile)
     rows = (*_by_head(query_BLNH, key_BLKH, value_BLKH, tile), begins_BL)
@@ -41,7 +65,7 @@ def _forward(
     return out_BLNH, (query_BLNH, key_BLKH, value_BLKH, begins_BL, out_BLNH, log_z_BKGL)
 
 
-def _backward(tile: int, residuals: tuple[Array, ...], gradient_BLNH: Array) -> tuple[Array, Array, Array, None]:
+def _backward(tile: Tile, residuals: tuple[Array, ...], gradient_BLNH: Array) -> tuple[Array, Array, Array, None]:
     query_BLNH, key_BLKH, value_BLKH, begins_BL, out_BLNH, log_z_BKGL = residuals
     query_BKGLH, key_BKLH, value_BKLH = _by_head(query_BLNH, key_BLKH, value_BLKH, tile)
     gradient_BKGLH = _by_head(gradient_BLNH, key_BLKH, value_BLKH, tile)[0]
@@ -61,9 +85,10 @@ packed.defvjp(_forward, _backward)
 # A row.
 
 
-def _row(query_KGLH: Array, key_KLH: Array, value_KLH: Array, begins_L: Array, *, tile: int) -> tuple[Array, Array]:
+def _row(query_KGLH: Array, key_KLH: Array, value_KLH: Array, begins_L: Array, *, tile: Tile) -> tuple[Array, Array]:
     """What its tokens mix to [K, G, L, H], and the log of each softmax's denominator [K, G, L]."""
     K, G, L, H = query_KGLH.shape
+    Q = G * tile.queries
 
     def of_queries(i: Array, done: tuple[Array, Array]) -> tuple[Array, Array]:
         query_KQH = _queries(query_KGLH, i, tile)
@@ -80,13 +105,13 @@ def _row(query_KGLH: Array, key_KLH: Array, value_KLH: Array, begins_L: Array, *
             sum_KQ = sum_KQ * kept_KQ + jnp.sum(weights_KQT, axis=-1)
             return new_KQ, sum_KQ, mixed_KQH * kept_KQ[..., None] + more_KQH
 
-        nothing = (jnp.full((K, G * tile), HIDDEN), jnp.zeros((K, G * tile)), jnp.zeros((K, G * tile, H)))
-        highest_KQ, sum_KQ, mixed_KQH = jax.lax.fori_loop(begins_L[i * tile] // tile, i + 1, over_keys, nothing)
+        nothing = (jnp.full((K, Q), HIDDEN), jnp.zeros((K, Q)), jnp.zeros((K, Q, H)))
+        highest_KQ, sum_KQ, mixed_KQH = jax.lax.fori_loop(*_visible(begins_L, i, tile), over_keys, nothing)
         mixed_KQH = (mixed_KQH / sum_KQ[..., None]).astype(query_KGLH.dtype)
         return _put(done[0], mixed_KQH, i, tile), _put(done[1], highest_KQ + jnp.log(sum_KQ), i, tile)
 
     empty = (jnp.zeros_like(query_KGLH), jnp.zeros((K, G, L)))
-    return jax.lax.fori_loop(0, L // tile, of_queries, empty)
+    return jax.lax.fori_loop(0, L // tile.queries, of_queries, empty)
 
 
 def _gradients_of_row(
@@ -98,10 +123,10 @@ def _gradients_of_row(
     log_z_KGL: Array,
     mean_KGL: Array,
     *,
-    tile: int,
+    tile: Tile,
 ) -> tuple[Array, Array, Array]:
     """Gradients of queries, keys and values, from the one of what they mix to."""
-    K, G, L, H = query_KGLH.shape
+    L, H = query_KGLH.shape[2:]
     dtype = query_KGLH.dtype
 
     def of_queries(i: Array, done: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
@@ -120,64 +145,70 @@ def _gradients_of_row(
             return of_query_KQH, _add(of_key_KLH, of_key_KTH, j, tile), _add(of_value_KLH, of_value_KTH, j, tile)
 
         of_query_KGLH, *of_keys = done
-        begin = (jnp.zeros((K, G * tile, H)), *of_keys)
-        of_query_KQH, *of_keys = jax.lax.fori_loop(begins_L[i * tile] // tile, i + 1, over_keys, begin)
+        begin = (jnp.zeros(query_KQH.shape), *of_keys)
+        of_query_KQH, *of_keys = jax.lax.fori_loop(*_visible(begins_L, i, tile), over_keys, begin)
         return _put(of_query_KGLH, of_query_KQH.astype(dtype), i, tile), *of_keys
 
     zeros = (jnp.zeros_like(query_KGLH), jnp.zeros(key_KLH.shape), jnp.zeros(value_KLH.shape))
-    of_query, of_key, of_value = jax.lax.fori_loop(0, L // tile, of_queries, zeros)
+    of_query, of_key, of_value = jax.lax.fori_loop(0, L // tile.queries, of_queries, zeros)
     return of_query, of_key.astype(key_KLH.dtype), of_value.astype(value_KLH.dtype)
 
 
 # A tile.
 
 
-def _scores(query_KQH: Array, key_KTH: Array, begins_L: Array, i: Array, j: Array, tile: int) -> Array:
+def _visible(begins_L: Array, i: Array, tile: Tile) -> tuple[Array, Array]:
+    """The first tile of keys that some query of tile i sees, and the one after the last."""
+    return begins_L[i * tile.queries] // tile.keys, -(-(i + 1) * tile.queries // tile.keys)
+
+
+def _scores(query_KQH: Array, key_KTH: Array, begins_L: Array, i: Array, j: Array, tile: Tile) -> Array:
     """Of tile i of the queries and tile j of the keys, [K, Q, T]; `HIDDEN` where a query may not see the key."""
-    K, Q, H = query_KQH.shape
+    K, _, H = query_KQH.shape
     scores_KQT = _product("kqh,kth->kqt", query_KQH, key_KTH) * H**-0.5
-    places_T = jnp.arange(tile)
-    queries_T1, keys_1T = (i * tile + places_T)[:, None], (j * tile + places_T)[None]
-    begins_T1 = jax.lax.dynamic_slice_in_dim(begins_L, i * tile, tile)[:, None]
-    visible_TT = (keys_1T <= queries_T1) & (keys_1T >= begins_T1)
-    return jnp.where(visible_TT, scores_KQT.reshape(K, -1, tile, tile), HIDDEN).reshape(K, Q, tile)
+    queries_U1 = (i * tile.queries + jnp.arange(tile.queries))[:, None]
+    keys_1T = (j * tile.keys + jnp.arange(tile.keys))[None]
+    begins_U1 = jax.lax.dynamic_slice_in_dim(begins_L, i * tile.queries, tile.queries)[:, None]
+    visible_UT = (keys_1T <= queries_U1) & (keys_1T >= begins_U1)
+    return jnp.where(visible_UT, scores_KQT.reshape(K, -1, *visible_UT.shape), HIDDEN).reshape(scores_KQT.shape)
 
 
 def _product(axes: str, left: Array, right: Array) -> Array:
     return jnp.einsum(axes, left, right, preferred_element_type=jnp.float32)
 
 
-def _queries(array_KGL: Array, i: Array, tile: int) -> Array:
+def _queries(array_KGL: Array, i: Array, tile: Tile) -> Array:
     """Tile i of an array [K, G, L, ...] as [K, Q, ...]."""
-    cut = jax.lax.dynamic_slice_in_dim(array_KGL, i * tile, tile, axis=2)
+    cut = jax.lax.dynamic_slice_in_dim(array_KGL, i * tile.queries, tile.queries, axis=2)
     return cut.reshape(cut.shape[0], -1, *cut.shape[3:])
 
 
-def _keys(array_KLH: Array, j: Array, tile: int) -> Array:
-    return jax.lax.dynamic_slice_in_dim(array_KLH, j * tile, tile, axis=1)
+def _keys(array_KLH: Array, j: Array, tile: Tile) -> Array:
+    return jax.lax.dynamic_slice_in_dim(array_KLH, j * tile.keys, tile.keys, axis=1)
 
 
-def _put(array_KGL: Array, of_tile_KQ: Array, i: Array, tile: int) -> Array:
+def _put(array_KGL: Array, of_tile_KQ: Array, i: Array, tile: Tile) -> Array:
     K, G, _, *rest = array_KGL.shape
-    return jax.lax.dynamic_update_slice_in_dim(array_KGL, of_tile_KQ.reshape(K, G, tile, *rest), i * tile, axis=2)
+    of_tile_KGU = of_tile_KQ.reshape(K, G, tile.queries, *rest)
+    return jax.lax.dynamic_update_slice_in_dim(array_KGL, of_tile_KGU, i * tile.queries, axis=2)
 
 
-def _add(array_KLH: Array, more_KTH: Array, j: Array, tile: int) -> Array:
-    return jax.lax.dynamic_update_slice_in_dim(array_KLH, _keys(array_KLH, j, tile) + more_KTH, j * tile, axis=1)
+def _add(array_KLH: Array, more_KTH: Array, j: Array, tile: Tile) -> Array:
+    return jax.lax.dynamic_update_slice_in_dim(array_KLH, _keys(array_KLH, j, tile) + more_KTH, j * tile.keys, axis=1)
 
 
 # Rows.
 
 
-def _begins(segment_ids_BL: Array, tile: int) -> Array:
+def _begins(segment_ids_BL: Array, tile: Tile) -> Array:
     """At which place of its row the segment of each token begins, [B, L]; L filled up to whole tiles."""
-    filled_BL = jnp.pad(segment_ids_BL, ((0, 0), (0, -segment_ids_BL.shape[1] % tile)), mode="edge")
+    filled_BL = jnp.pad(segment_ids_BL, ((0, 0), (0, -segment_ids_BL.shape[1] % _whole(tile))), mode="edge")
     first_B1 = jnp.ones((len(filled_BL), 1), jnp.bool_)
     new_BL = jnp.concatenate([first_B1, filled_BL[:, 1:] != filled_BL[:, :-1]], axis=1)
     return jax.lax.cummax(jnp.where(new_BL, jnp.arange(filled_BL.shape[1]), 0), axis=1)
 
 
-def _by_head(query_BLNH: Array, key_BLKH: Array, value_BLKH: Array, tile: int) -> tuple[Array, Array, Array]:
+def _by_head(query_BLNH: Array, key_BLKH: Array, value_BLKH: Array, tile: Tile) -> tuple[Array, Array, Array]:
     """[B, K, G, L, H], [B, K, L, H] and [B, K, L, H], in which the tokens of a head are neighbours."""
     B, L, N, H = query_BLNH.shape
     K = key_BLKH.shape[2]
@@ -191,11 +222,16 @@ def _by_token(array: Array, shape: tuple[int, ...]) -> Array:
     return jnp.moveaxis(array, -2, 1)[:, : shape[1]].reshape(shape)
 
 
-def _fill(array: Array, tile: int, *, axis: int) -> Array:
+def _fill(array: Array, tile: Tile, *, axis: int) -> Array:
     """Whole tiles along an axis, with zeros: of a gradient they add nothing to those of keys and values."""
     widths = [(0, 0)] * array.ndim
-    widths[axis] = (0, -array.shape[axis] % tile)
+    widths[axis] = (0, -array.shape[axis] % _whole(tile))
     return jnp.pad(array, widths)
+
+
+def _whole(tile: Tile) -> int:
+    """Tokens that are whole tiles of queries and of keys."""
+    return math.lcm(tile.queries, tile.keys)
 
 
 def _map(one_row: Any, rows: tuple[Array, ...]) -> Any:

@@ -17,6 +17,7 @@ import pytest
 from areal_jax.models import attention, attention_kernels, sharding, tiled_attention
 from areal_jax.models.attention import PLAIN, Kernel, Kernels, causal_attention, decode_attention, packed_attention
 from areal_jax.models.kv_cache import HEADS_FIRST, IN_PIECES, CacheLayout, LayerCache
+from areal_jax.models.tiled_attention import Tile
 from areal_jax.models.transformer import TransformerConfig, bind, graph, init_params
 
 pytestmark = pytest.mark.usefixtures("quickly_compiled")
@@ -45,8 +46,8 @@ def all_at_once(query, key, value, segments):
     return jnp.einsum("bnlc,bcnh->blnh", weights, value).astype(query.dtype)
 
 
-def tiles(size):
-    return Kernels(packed=Kernel("tiles", TAKES_ALL, functools.partial(tiled_attention.packed, tile=size)))
+def tiles(queries, keys=None):
+    return Kernels(tile=Tile(queries, keys or queries))
 
 
 SLOW = Kernels(packed=Kernel("all at once", TAKES_ALL, all_at_once))
@@ -77,7 +78,11 @@ def value_and_gradients(kernels, query, key, value, segments):
         (tiles(32), {"length": 96, "size": 16}),
         (tiles(32), {"length": 100, "size": 16, "kv_heads": 4}),  # the last tile is not full
         (tiles(256), {"length": 37, "kv_heads": 1}),  # nor the only one
+        (tiles(64, 16), {"length": 200, "size": 16}),
+        (tiles(16, 64), {"length": 200, "size": 16, "kv_heads": 1}),
+        (tiles(48, 32), {"length": 200, "size": 16}),  # neither is a multiple of the other
         (PLAIN, {"length": 384, "size": 16}),
+        (PLAIN, {"length": 2100, "rows": 1, "heads": 2, "kv_heads": 1}),  # in the large tiles of long rows
         (TRITON, {"length": 256}),
         (TRITON, {"length": 32, "size": 80, "kv_heads": 1}),
         (SPLASH, {"length": 256}),
@@ -97,7 +102,7 @@ def test_packed_attention_in_bfloat16_is_near_the_slow_twin(kernels):
     np.testing.assert_allclose(found, expected, atol=2e-2)
 
 
-@pytest.mark.parametrize("kernels", [PLAIN, tiles(32), TRITON, SPLASH])
+@pytest.mark.parametrize("kernels", [PLAIN, tiles(32), tiles(64, 32), tiles(32, 64), TRITON, SPLASH])
 def test_another_segment_does_not_move_a_token_by_one_bit(kernels):
     """Rows [A | D]: A changes, and D's outputs and the gradients of D's inputs are what they were."""
     query, key, value, _ = inputs(rows=1)
@@ -330,7 +335,7 @@ def test_memory_of_a_long_row_grows_with_the_row_and_not_with_its_square():
 def test_a_tile_without_a_visible_key_costs_nothing():
     """The loop over tiles of keys begins where the oldest segment of the queries does."""
     segments = jnp.asarray(np.repeat([[1, 2, 3]], [70, 58, 128], axis=1))
-    begins = tiled_attention._begins(segments, 64)[0]
+    begins = tiled_attention._begins(segments, Tile(64, 64))[0]
     assert begins[np.array([0, 69, 70, 127, 128, 255])].tolist() == [0, 0, 70, 70, 128, 128]
     query, key, value, _ = inputs(rows=1, length=256)
     poisoned = [array.at[:, :128].set(jnp.nan) for array in (key, value)]  # NaN times a weight of 0 is NaN
