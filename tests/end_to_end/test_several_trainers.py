@@ -8,7 +8,7 @@ import pytest
 from tests.end_to_end import job
 from tests.end_to_end.test_whole_runs import check_metrics
 
-STEPS, STOPPED = 24, 2  # it takes some steps until all processes know that they are to stop
+STEPS, STOPPED = 14, 2  # it takes some steps until all processes know that they are to stop
 SETTINGS = {
     "trainer.distributed.processes": 2,
     "trainer.distributed.coordinator": "127.0.0.1:0",

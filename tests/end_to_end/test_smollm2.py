@@ -88,8 +88,13 @@ def test_the_server_says_what_transformers_says(spoken, smollm2):
 
 
 def test_the_whole_loop_teaches_it_sums(smollm2, tmp_path):
-    run_dir, steps = tmp_path / "run", 6
-    settings = {"trainer.steps": steps, "trainer.optimizer.schedule": "constant", "eval.every": 0}
+    run_dir, steps = tmp_path / "run", 4
+    settings = {
+        "trainer.steps": steps,
+        "trainer.optimizer.lr": 3e-5,  # three times that of the config: four steps are to show that it learns
+        "trainer.optimizer.schedule": "constant",
+        "eval.every": 0,
+    }
     process = command(smollm2, run_dir, settings)
     status, out, err = job.end(process, 900)
     assert (status, err) == (0, ""), out[-2000:]
@@ -99,6 +104,5 @@ def test_the_whole_loop_teaches_it_sums(smollm2, tmp_path):
     assert max(line["logp_gap/max"] for line in lines if "logp_gap/max" in line) < 1e-3
     summary = job.read_summary(run_dir)
     assert summary["recompilations_after_warmup"] == 0
-    began, ended = (np.mean([line["reward/accuracy"] for line in part]) for part in (lines[:2], lines[-2:]))
-    assert ended > began + 0.15
-    assert summary["held_out"]["after"] > summary["held_out"]["before"] + 0.2
+    assert lines[-1]["reward/accuracy"] > lines[0]["reward/accuracy"] + 0.08
+    assert summary["held_out"]["after"] > summary["held_out"]["before"] + 0.3

@@ -157,9 +157,8 @@ def test_company_slots_buckets_and_dispatches_change_no_bit(name, dtype):
         np.testing.assert_array_equal(logprobs, reference[number])
 
 
-@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
-def test_without_the_mode_the_same_comparison_shows_rounding(dtype):
-    reference, ways, _, _ = all_ways("tied, norms", "plain", dtype)
+def test_without_the_mode_the_same_comparison_shows_rounding():
+    reference, ways, _, _ = all_ways("tied, norms", "plain", "float32")
     for found in ways.values():
         assert any((logprobs != reference[number]).any() for number, logprobs in found.items())
 
