@@ -82,7 +82,7 @@ def make_parts(training: Training, batch: TrainBatch) -> dict[str, Part]:
     mixing = layer - 2.0 * FORWARD_AND_BACKWARD * layer_weights(one_layer) * lengths.sum()
     return {
         "layer products": Part(layer_products(one_layer, params, hidden_RLD, rows), model.layers, layer - mixing),
-        "attention": Part(mixing_of_a_layer(model, rows, config.dtype, kernels), model.layers, mixing),
+        "attention": Part(mixing_of_a_layer(model, rows["segment_ids"], config.dtype, kernels), model.layers, mixing),
         "head": Part(head_of(one_layer, params, hidden_RLD, rows, config), 1, head),
         "optimizer": Part(functools.partial(optimizer, training), 1, 0.0),
     }
@@ -113,9 +113,9 @@ def layer_products(
 
 
 def mixing_of_a_layer(
-    model: TransformerConfig, rows: Mapping[str, Array], dtype: str, kernels: Kernels
+    model: TransformerConfig, segment_ids_RL: Array, dtype: str, kernels: Kernels
 ) -> Callable[[], Any]:
-    R, L = rows["tokens"].shape
+    R, L = segment_ids_RL.shape
     keys = jax.random.split(jax.random.key(1), 4)
     heads = (model.heads, model.kv_heads, model.kv_heads, model.heads)
     query, key, value, cotangent = (
@@ -123,7 +123,7 @@ def mixing_of_a_layer(
     )
 
     def loss(query: Array, key: Array, value: Array, cotangent: Array) -> Array:
-        return jnp.vdot(attention.packed_attention(query, key, value, rows["segment_ids"], kernels), cotangent)
+        return jnp.vdot(attention.packed_attention(query, key, value, segment_ids_RL, kernels), cotangent)
 
     return functools.partial(jax.jit(jax.grad(loss, argnums=(0, 1, 2))), query, key, value, cotangent)
 

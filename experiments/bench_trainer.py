@@ -21,6 +21,8 @@ CPU cores without --parts=unpadded; what a GPU is given is in gpu_check.sh.
     lengths      tokens per second and utilisation by row length, each at least once, whatever --seconds says; with
                  the bytes that the plan of --dry_run gives, and the most that were in use
     sizes        the same by model size, shapes between the two models
+    tiles        seconds of attention in a layer, forward and backward, by row length and by tile of the plain form
+                 (models/tiled_attention.py); only when asked for
 
 FLOPs are counted as `areal_jax.models.flops` says: 6 per weight of a matrix product (the head among them) and token of
 a sequence, and attention over the pairs that the causal mask leaves. Padding, rematerialisation and the optimizer
@@ -35,13 +37,16 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import matplotlib as mpl
 import numpy as np
 from absl import app, flags
 
 from areal_jax import host_memory
 from areal_jax.config import TrainerConfig
+from areal_jax.models.attention import Kernels
 from areal_jax.models.huggingface import load_config
+from areal_jax.models.tiled_attention import Tile, tile_for
 from areal_jax.models.transformer import TransformerConfig, param_count
 from areal_jax.trainer.utilisation import TERA, peak_tflops
 from areal_jax.types import TrainBatch, Trajectory
@@ -53,11 +58,12 @@ mpl.use("Agg")
 import matplotlib.pyplot as plt
 
 DEFAULT_PARTS = ("utilisation", "prox", "torch", "lengths", "sizes")
-PARTS = (*DEFAULT_PARTS, "unpadded")
+PARTS = (*DEFAULT_PARTS, "unpadded", "tiles")
 MODELS = ("smollm2", "default")
 ROWS = (2048, 4096, 8192)
 COMPARED_ROWS = 4  # of an update that is compared with torch's, and of a step with a proximal pass
 PER_DEVICE = 2  # sequences of torch's microbatches: with more, both do not fit in 24 GB
+TILES = (Tile(64, 64), Tile(128, 128), Tile(256, 128), Tile(256, 256))
 SIZES = {"2M": (128, 4), "8M": (256, 8), "23M": (384, 12)}  # d_model, layers
 
 
@@ -251,6 +257,26 @@ def measure_lengths(bench: Bench, seconds: float) -> dict[str, Any]:
     return {"lengths": found}
 
 
+def measure_tiles(bench: Bench, seconds: float) -> dict[str, Any]:
+    model = bench.model
+    found: dict[str, Any] = {}
+    for row in bench.rows:
+        (batch,) = rows_of_work(1, row, model.vocab_size).batches
+        segment_ids_RL = jnp.asarray(batch.segment_ids)
+        calls: dict[str, Callable[[], float]] = {}
+        for tile in TILES:
+            program = bench_step_parts.mixing_of_a_layer(model, segment_ids_RL, bench.trainer.dtype, Kernels(tile=tile))
+            calls[written(tile)] = functools.partial(timed, program)
+            timed(program)  # compiles
+        chosen = written(tile_for(row, model.heads // model.kv_heads, model.head_size))
+        found[str(row)] = {"chosen": chosen, "seconds": medians(take_turns(calls, seconds / len(bench.rows)))}
+    return {"tiles": found}
+
+
+def written(tile: Tile) -> str:
+    return f"{tile.queries} x {tile.keys}"
+
+
 def measure_sizes(models: dict[str, TransformerConfig], row: int, seconds: float) -> dict[str, Any]:
     benches = {name: Bench(model, {row: "none"}) for name, model in models.items()}
     return {
@@ -288,6 +314,7 @@ MEASURES: dict[str, Callable[[Bench, float], dict[str, Any]]] = {
     "torch": measure_torch,
     "unpadded": measure_unpadded,
     "lengths": measure_lengths,
+    "tiles": measure_tiles,
 }
 
 
@@ -351,6 +378,11 @@ def rows(found: dict[str, Any]) -> list[str]:
         f"remat={f['remat']}, {sum(f['planned_bytes'].values()) / 1e9:.2f} GB planned, {f['peak_bytes'] / 1e9:.2f} GB "
         "at most so far"
         for length, f in found.get("lengths", {}).items()
+    ]
+    lines += [
+        f"  attention of a layer in a row of {length}, by tile of queries x keys: "
+        + ", ".join(f"{tile} {s:.3f} s{' (chosen)' * (tile == f['chosen'])}" for tile, s in f["seconds"].items())
+        for length, f in found.get("tiles", {}).items()
     ]
     return lines
 

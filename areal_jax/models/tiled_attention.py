@@ -39,10 +39,10 @@ SMALL = Tile(64, 64)
 
 
 def tile_for(length: int, queries_per_key: int, head_size: int) -> Tile:
-    """The tile that is fastest on a CPU.
+    """The tile that is fastest on a CPU (`bench_trainer --parts=tiles`).
 
-    Larger products use more cores, and more of a tile is hidden or of other segments. What gains from that are heads of
-    64 and more in rows that have room for long segments; a quarter to a third at 2,048 tokens and more beyond.
+    Larger products use more cores, but more of a tile is hidden or of other segments. So heads of 64 and more gain, in
+    rows that have room for long segments.
     """
     if length < 2048 or head_size < 64:
         return SMALL

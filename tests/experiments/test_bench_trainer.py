@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from areal_jax.models.huggingface import load_config
+from areal_jax.models.tiled_attention import Tile
 from areal_jax.models.transformer import TransformerConfig, param_shapes
 from areal_jax.trainer import utilisation
 from experiments import (
@@ -112,6 +113,8 @@ def test_the_benchmark_runs(bench, tmp_path, monkeypatch):
     monkeypatch.setitem(utilisation.PEAK_TFLOPS, "cpu", (0.004, 0.002))
     tiny = {"parameters": 1, "dtype": "float32"}
     tiny |= bench_trainer.measure_utilisation(bench, 0) | bench_trainer.measure_lengths(bench, 0)
+    monkeypatch.setattr(bench_trainer, "TILES", (Tile(64, 64),))
+    tiny |= bench_trainer.measure_tiles(bench, 0)
     results = {"tiny": tiny, "sizes": bench_trainer.measure_sizes({"tiny": TINY}, ROW, 0)}
     found = tiny["utilisation"]
     assert tiny["matmul_utilisation"] == pytest.approx(bench.work.flops(TINY) / found["step_seconds"] / 1e9)
@@ -121,7 +124,13 @@ def test_the_benchmark_runs(bench, tmp_path, monkeypatch):
     assert list(results["sizes"]) == ["tiny"]
     json.dumps(results)
     bench_trainer.plot(tmp_path / "trainer.png", results)
-    assert "MFU" in bench_trainer.table(results)
+    table = bench_trainer.table(results)
+    assert "MFU" in table
+    assert (
+        f"a row of {ROW}, by tile of queries x keys: 64 x 64 {tiny['tiles'][str(ROW)]['seconds']['64 x 64']:.3f} s"
+        in table
+    )
+    assert "(chosen)" in table
 
 
 @pytest.mark.slow
