@@ -50,6 +50,9 @@ def swap_costs(bench: Bench, slots: int, seconds: float) -> dict[str, Any]:
     max_length, matmul_rate = bench.contexts[-1], bench_bound.matmul_rate(bench.dtype)
     with serving(bench, slots, max_length) as scheduler:
         load, updates = Load(bench, scheduler, slots, max_length), Updates(bench, scheduler)
+        while scheduler.status()["tokens"] < slots:  # prefilling all prompts may take longer than `EVERY_S`
+            load.check()
+            time.sleep(0.1)
         tokens_per_second(scheduler, EVERY_S)  # every slot is busy by now
         step = slots / tokens_per_second(scheduler, EVERY_S)
         stalls = stall_steps(updates, step)
