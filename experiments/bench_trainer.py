@@ -268,7 +268,7 @@ def measure_tiles(bench: Bench, seconds: float) -> dict[str, Any]:
             program = bench_step_parts.mixing_of_a_layer(model, segment_ids_RL, bench.trainer.dtype, Kernels(tile=tile))
             calls[written(tile)] = functools.partial(timed, program)
             timed(program)  # compiles
-        chosen = written(tile_for(row, model.heads // model.kv_heads, model.head_size))
+        chosen = written(tile_for(row, model.head_size))
         found[str(row)] = {"chosen": chosen, "seconds": medians(take_turns(calls, seconds / len(bench.rows)))}
     return {"tiles": found}
 

@@ -84,8 +84,7 @@ def packed_attention(
     if (kernel := kernels.packed) is not None and _takes(kernel, query_BLNH, key_BLKH):
         run = kernel.run
     else:
-        (_, L, N, H), K = query_BLNH.shape, key_BLKH.shape[2]
-        tile = kernels.tile or tiled_attention.tile_for(L, N // K, H)
+        tile = kernels.tile or tiled_attention.tile_for(query_BLNH.shape[1], query_BLNH.shape[3])
         run = functools.partial(tiled_attention.packed, tile=tile)
     return _on_each_device(run, kernels.mesh, PACKED)(query_BLNH, key_BLKH, value_BLKH, segment_ids_BL)
 

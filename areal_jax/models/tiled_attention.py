@@ -35,18 +35,16 @@ class Tile:
     keys: int
 
 
-SMALL = Tile(64, 64)
+SMALL, LARGE = Tile(64, 64), Tile(256, 128)
 
 
-def tile_for(length: int, queries_per_key: int, head_size: int) -> Tile:
+def tile_for(length: int, head_size: int) -> Tile:
     """The tile that is fastest on a CPU (`bench_trainer --parts=tiles`).
 
     Larger products use more cores, but more of a tile is hidden or of other segments. So heads of 64 and more gain, in
     rows that have room for long segments.
     """
-    if length < 2048 or head_size < 64:
-        return SMALL
-    return Tile(128 if queries_per_key > 4 else 256, 128)
+    return SMALL if length < 2048 or head_size < 64 else LARGE
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnames=("tile",))
