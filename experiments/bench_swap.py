@@ -1,7 +1,8 @@
 """What new weights in mid sequence cost: the stall of one update, and throughput with one every few seconds.
 
 In: a model, a number of slots. Out: stalls in decode steps, tokens per second. Called by `bench_generation`. Waits for
-the scheduler, whose slots are all busy with sequences of mixed lengths the whole time.
+the scheduler, whose slots are all busy with sequences of mixed lengths the whole time: after a drain, which lets them
+all begin together, nothing is measured until they have mixed again.
 
 The weights of an update are already on the device in their places (as with `launch=threads`), so that an update costs
 what the engine does for it and not what brings the weights to it.
@@ -17,6 +18,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from areal_jax.generation.engine import EngineOptions
 from areal_jax.generation.scheduler import OnUpdate, Scheduler
 from areal_jax.models.transformer import TransformerConfig, param_shapes
 from experiments import bench_bound
@@ -26,6 +28,7 @@ POLICIES: tuple[OnUpdate, ...] = ("recompute", "keep", "drain")
 SLOTS = (16, 64)
 EVERY_S = 2.0  # between updates
 STALLS = 3  # updates per policy
+DISPATCHES = 12  # of all slots, at least, in a turn
 
 
 class Updates:
@@ -37,6 +40,10 @@ class Updates:
         self._versions = itertools.count(1)
         self._scheduler = scheduler
         self.recomputed_per_second = 0.0  # tokens, in the last turn with recompute
+
+    @property
+    def recomputed_tokens(self) -> float:
+        return self._scheduler.status()["recomputed_tokens"]
 
     def update(self, policy: OnUpdate) -> tuple[float, float]:
         """Seconds that decoding stood still, and seconds until the new weights were in use."""
@@ -50,17 +57,15 @@ def swap_costs(bench: Bench, slots: int, seconds: float) -> dict[str, Any]:
     max_length, matmul_rate = bench.contexts[-1], bench_bound.matmul_rate(bench.dtype)
     with serving(bench, slots, max_length) as scheduler:
         load, updates = Load(bench, scheduler, slots, max_length), Updates(bench, scheduler)
-        while scheduler.status()["tokens"] < slots:  # prefilling all prompts may take longer than `EVERY_S`
-            load.check()
-            time.sleep(0.1)
-        tokens_per_second(scheduler, EVERY_S)  # every slot is busy by now
-        step = slots / tokens_per_second(scheduler, EVERY_S)
+        load.settle()
+        step = slots / tokens_per_second(load, 4 * EVERY_S)
         stalls = stall_steps(updates, step)
-        span = max(seconds / 2 / (1 + len(POLICIES)), 2 * EVERY_S)  # of one turn, two turns each
-        calls: dict[str, Callable[[], float]] = {
-            policy: functools.partial(under_updates, scheduler, updates, policy, span) for policy in POLICIES
-        }
-        calls["none"] = functools.partial(tokens_per_second, scheduler, span)
+        load.settle()
+        dispatches = DISPATCHES * step * EngineOptions(slots, max_length).decode_steps
+        span = max(seconds / 2 / (1 + len(POLICIES)), 2 * EVERY_S, dispatches)  # of one turn, two turns each
+        calls: dict[str, Callable[[], float]] = {"none": functools.partial(tokens_per_second, load, span)}
+        for policy in POLICIES:
+            calls[policy] = functools.partial(under_updates, load, updates, policy, span)
         found = take_turns(calls, seconds, rounds=2)
         load.check()
         load.close()
@@ -97,19 +102,23 @@ def stall_steps(updates: Updates, step: float) -> dict[str, dict[str, float]]:
     }
 
 
-def tokens_per_second(scheduler: Scheduler, seconds: float) -> float:
-    began, before = time.monotonic(), scheduler.status()["tokens"]
+def tokens_per_second(load: Load, seconds: float) -> float:
+    """From the tokens of one dispatch to those of another: they come many at a time."""
+    began, before = load.harvested()
     time.sleep(seconds)
-    return (scheduler.status()["tokens"] - before) / (time.monotonic() - began)
+    ended, after = load.harvested()
+    return (after - before) / (ended - began)
 
 
-def under_updates(scheduler: Scheduler, updates: Updates, policy: OnUpdate, seconds: float) -> float:
+def under_updates(load: Load, updates: Updates, policy: OnUpdate, seconds: float) -> float:
     """Tokens per second with an update every `EVERY_S` seconds, or as soon as the one before is through."""
-    began, before = time.monotonic(), scheduler.status()
+    (began, before), known = load.harvested(), updates.recomputed_tokens
     while (at := time.monotonic()) - began < seconds:
         updates.update(policy)
         time.sleep(max(0.0, at + EVERY_S - time.monotonic()))
-    seconds, after = time.monotonic() - began, scheduler.status()
+    ended, after = load.harvested()
     if policy == "recompute":
-        updates.recomputed_per_second = (after["recomputed_tokens"] - before["recomputed_tokens"]) / seconds
-    return (after["tokens"] - before["tokens"]) / seconds
+        updates.recomputed_per_second = (updates.recomputed_tokens - known) / (ended - began)
+    if policy == "drain":
+        load.settle()
+    return (after - before) / (ended - began)

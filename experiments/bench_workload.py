@@ -184,11 +184,29 @@ class Load:
     def __init__(self, bench: Bench, scheduler: Scheduler, slots: int, max_length: int):
         self._bench, self._scheduler = bench, scheduler
         self._room = max_length - bench.prompt_tokens
+        self._slots = slots
         self._next = 0
+        self._ended = 0
         self._open = True
         self._error: Exception | None = None
         for _ in range(2 * slots):  # as many wait as run
             self._submit()
+
+    def settle(self) -> None:
+        """Waits until a sequence that begins now is among others of all ages; they may all have begun together."""
+        until = self._ended + 2 * self._slots
+        while self._ended < until:
+            self.check()
+            time.sleep(0.01)
+
+    def harvested(self) -> tuple[float, float]:
+        """The moment at which the tokens of a dispatch come, and how many tokens there were by then."""
+        before = self._scheduler.status()["tokens"]
+        while self._scheduler.status()["tokens"] == before:
+            self.check()
+            time.sleep(0.001)
+        time.sleep(0.002)  # they are counted slot by slot
+        return time.monotonic(), self._scheduler.status()["tokens"]
 
     def close(self) -> None:
         """No more requests; those under way end by themselves."""
@@ -207,6 +225,7 @@ class Load:
 
     def _took(self, chunks: list[Chunk]) -> None:
         if self._open and any(chunk.finish_reason for chunk in chunks):
+            self._ended += 1
             self._submit()
 
     def _fail(self, error: Exception) -> None:
