@@ -18,8 +18,8 @@ CPU cores without --parts=unpadded; what a GPU is given is in gpu_check.sh.
                  update of four rows; the same sequences, shuffled, in microbatches of 2, padded to the longer of
                  each, same threads (pip install torch transformers)
     unpadded     the same against torch with one sequence at a time, which pads nothing; only when asked for
-    lengths      tokens per second and utilisation by row length, each at least once, whatever --seconds says; with
-                 the bytes that the plan of --dry_run gives, and the most that were in use
+    lengths      tokens per second and utilisation by row length, each of a second update at least, whatever --seconds
+                 says; with the bytes that the plan of --dry_run gives, and the most that were in use
     sizes        the same by model size, shapes between the two models
     tiles        seconds of attention in a layer, forward and backward, by row length and by tile of the plain form
                  (models/tiled_attention.py); only when asked for
@@ -49,7 +49,7 @@ from areal_jax.models.huggingface import load_config
 from areal_jax.models.tiled_attention import Tile, tile_for
 from areal_jax.models.transformer import TransformerConfig, param_count
 from areal_jax.trainer.utilisation import TERA, peak_tflops
-from areal_jax.types import TrainBatch, Trajectory
+from areal_jax.types import Trajectory
 from experiments import bench_bound, bench_memory, bench_prox, bench_step_parts, runs
 from experiments.bench_steps import OPTIMIZER, TRAINER, Remat, Training, Work, rows_of_work
 from experiments.bench_workload import DEFAULT_MODEL, SMOLLM2_135M, medians, take_turns, timed
@@ -199,7 +199,8 @@ def measure_unpadded(bench: Bench, seconds: float) -> dict[str, Any]:
 def against_torch(bench: Bench, per_device: int, seconds: float) -> tuple[float, dict[str, Any]]:
     """Our tokens per second over theirs, and how that came about; the first losses are those of the same weights.
 
-    Two updates of a row each come before and do not count: by then both have taken the memory that they keep.
+    A round of the same updates comes before and does not count: by then both have taken the memory that they keep,
+    which the kernel clears as it hands it out.
     """
     from experiments.bench_torch import TorchTraining  # torch and transformers, which only this needs
 
@@ -216,17 +217,12 @@ def against_torch(bench: Bench, per_device: int, seconds: float) -> tuple[float,
         losses[name].append(loss)
         return taken
 
-    def in_turns(batches: Sequence[TrainBatch], sequences: Sequence[np.ndarray], seconds: float) -> dict[str, Any]:
-        return take_turns(
-            {
-                "ours": functools.partial(kept, "ours", lambda: training.step_with_loss(batches)),
-                "theirs": functools.partial(kept, "theirs", lambda: theirs.step_with_loss(sequences, per_device)),
-            },
-            seconds,
-        )
-
-    in_turns(bench.work.batches, [whole(sequence) for sequence in bench.work.sequences], 0)
-    found = in_turns(work.batches, sequences, seconds)
+    calls = {
+        "ours": functools.partial(kept, "ours", lambda: training.step_with_loss(work.batches)),
+        "theirs": functools.partial(kept, "theirs", lambda: theirs.step_with_loss(sequences, per_device)),
+    }
+    take_turns(calls, 0, rounds=1)
+    found = take_turns(calls, seconds)
     groups = [sequences[first : first + per_device] for first in range(0, len(sequences), per_device)]
     computed = {
         "ours": sum(batch.tokens.size for batch in work.batches),
@@ -286,14 +282,14 @@ def measure_sizes(models: dict[str, TransformerConfig], row: int, seconds: float
 
 
 def speed(training: Training, row: int, seconds: float) -> dict[str, Any]:
-    """Of update steps of one row, the first of which is not counted where there is time for more."""
+    """Of update steps of one row, the first of which is not counted: the kernel clears the memory that it takes."""
     work, dtype = rows_of_work(1, row, training.model.vocab_size), training.config.dtype
     rate = bench_bound.matmul_rate(dtype)
-    found = [training.step(work.batches)]
-    while len(found) < 6 and sum(found) + found[-1] <= seconds:
+    first, found = training.step(work.batches), [training.step(work.batches)]
+    while len(found) < 5 and first + sum(found) + found[-1] <= seconds:
         found.append(training.step(work.batches))
     rate = max(rate, bench_bound.matmul_rate(dtype))
-    step = float(np.median(found[1:] or found))
+    step = float(np.median(found))
     asked = work.flops(training.model)
     return {
         "step_seconds": step,
