@@ -16,7 +16,7 @@ CPU cores without --parts=unpadded; what a GPU is given is in gpu_check.sh.
     prox         the proximal pass of a batch of four equal rows in 1, 2 and 4 minibatches (bench_prox.py)
     torch        `vs_torch_padded`: tokens per second over those of `transformers` under torch (bench_torch.py), an
                  update of four rows; the same sequences, shuffled, in microbatches of 2, padded to the longer of
-                 each, same threads, a process of its own (pip install torch transformers)
+                 each, same threads (pip install torch transformers)
     unpadded     the same against torch with one sequence at a time, which pads nothing; only when asked for
     lengths      tokens per second and utilisation by row length, each of a second update at least, whatever --seconds
                  says; with the bytes that the plan of --dry_run gives, and the most that were in use
@@ -50,7 +50,7 @@ from areal_jax.models.tiled_attention import Tile, tile_for
 from areal_jax.models.transformer import TransformerConfig, param_count
 from areal_jax.trainer.utilisation import TERA, peak_tflops
 from areal_jax.types import Trajectory
-from experiments import bench_bound, bench_memory, bench_prox, bench_step_parts, bench_torch, runs
+from experiments import bench_bound, bench_memory, bench_prox, bench_step_parts, runs
 from experiments.bench_steps import OPTIMIZER, TRAINER, Remat, Training, Work, rows_of_work
 from experiments.bench_workload import DEFAULT_MODEL, SMOLLM2_135M, medians, take_turns, timed
 
@@ -202,9 +202,12 @@ def against_torch(bench: Bench, per_device: int, seconds: float) -> tuple[float,
     A round of the same updates comes before and does not count: by then both have taken the memory that they keep,
     which the kernel clears as it hands it out.
     """
+    from experiments.bench_torch import TorchTraining  # torch and transformers, which only this needs
+
     if bench.trainer.dtype != "float32":
         raise ValueError(f"--dtype={bench.trainer.dtype}: torch's step is float32; leave its parts out of --parts")
     training, work = bench.training(bench.row), rows_of_work(COMPARED_ROWS, bench.row, bench.model.vocab_size)
+    theirs = TorchTraining(bench.model, training.state.params, OPTIMIZER)
     order = np.random.default_rng(0).permutation(len(work.sequences))
     sequences = [whole(work.sequences[i]) for i in order]
     losses: dict[str, list[float]] = {"ours": [], "theirs": []}
@@ -214,13 +217,12 @@ def against_torch(bench: Bench, per_device: int, seconds: float) -> tuple[float,
         losses[name].append(loss)
         return taken
 
-    with bench_torch.torch_training(bench.model, training.state.params, OPTIMIZER) as theirs:
-        calls = {
-            "ours": functools.partial(kept, "ours", lambda: training.step_with_loss(work.batches)),
-            "theirs": functools.partial(kept, "theirs", lambda: theirs(sequences, per_device)),
-        }
-        take_turns(calls, 0, rounds=1)
-        found = take_turns(calls, seconds)
+    calls = {
+        "ours": functools.partial(kept, "ours", lambda: training.step_with_loss(work.batches)),
+        "theirs": functools.partial(kept, "theirs", lambda: theirs.step_with_loss(sequences, per_device)),
+    }
+    take_turns(calls, 0, rounds=1)
+    found = take_turns(calls, seconds)
     groups = [sequences[first : first + per_device] for first in range(0, len(sequences), per_device)]
     computed = {
         "ours": sum(batch.tokens.size for batch in work.batches),
