@@ -14,7 +14,7 @@ _TOP_PAD_BYTES = 1 << 28
 
 
 def keep_freed() -> None:
-    """From here on what this process frees stays with it, as much as it ever held at once.
+    """From here on what this process frees stays with it: all that it held at once, and more where that lies in pieces.
 
     To be called before a backend starts its threads, each of which would have memory of its own. Asked of glibc; on
     other systems nothing changes.

@@ -12,6 +12,7 @@ PACKAGE = ROOT / "areal_jax"
 FLOORS = {
     "addresses": 1, "config": 1, "host_memory": 1, "types": 1, "metrics": 1, "telemetry": 1,
     "config_rules": 2, "tokenizer": 2, "gym_tasks": 2, "hub": 2, "compilation": 2, "profiling": 2, "distributed": 2,
+    "room": 2,
     "algorithms": 2, "models": 2,
     "trainer": 3, "generation": 3, "rollout": 3, "rewards": 3, "transport": 3, "trajectory_queue": 3, "weights": 3,
     "launch": 4,
@@ -35,6 +36,7 @@ FENCES = {  # package: the only places that import it
         "compilation.py",
         "profiling.py",
         "distributed.py",
+        "room.py",
     ),
     "flax": ("models/", "trainer/", "generation/"),
     "sympy": ("rewards/symbolic.py",),

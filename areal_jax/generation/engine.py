@@ -221,6 +221,15 @@ class Engine(engine_api.Engine):
         shapes = param_shapes(self.config).items()
         return {name: jax.ShapeDtypeStruct(s.shape, dtype, sharding=self._where[name]) for name, s in shapes}
 
+    @property
+    def held(self) -> tuple[dict[str, jax.ShapeDtypeStruct], DecodeState]:
+        """Shape, dtype and sharding of all that lies on its devices as long as it serves: weights, and the slots."""
+
+        def placed(sharding: NamedSharding, arrays: Any) -> Any:
+            return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), arrays)
+
+        return self.places, jax.tree.map(placed, self._shardings, jax.eval_shape(self._free_slots))
+
     def load(self, params: Mapping[str, np.ndarray | Array], version: int) -> Weights:
         """Weights in their places (each device gets its part) in the engine's dtype; the old ones are untouched."""
         placed = jax.device_put(dict(params), {name: self._where[name] for name in params})  # in one call
@@ -345,8 +354,12 @@ class Engine(engine_api.Engine):
 
     def init_decode_state(self) -> DecodeState:
         """All slots free."""
+        # In its place, as what the programs return is: they would compile once more for arrays that are not.
+        return jax.device_put(self._free_slots(), self._shardings)
+
+    def _free_slots(self) -> DecodeState:
         S, C = self.options.slots, self.buckets[-1]
-        state = DecodeState(
+        return DecodeState(
             cache=decode.init_cache(self.config, S, self.buckets, self._cache_dtype, self._layout),
             tokens=jnp.zeros((S, C), jnp.int32),
             length=jnp.zeros(S, jnp.int32),
@@ -360,8 +373,6 @@ class Engine(engine_api.Engine):
             wants_alternatives=jnp.zeros(S, jnp.bool_),
             keys=jnp.zeros((S, 2), jnp.uint32),
         )
-        # In its place, as what the programs return is: they would compile once more for arrays that are not.
-        return jax.device_put(state, self._shardings)
 
     @property
     def max_concurrent_decodes(self) -> int:

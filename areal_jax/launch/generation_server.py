@@ -94,6 +94,7 @@ def served_name(path: str) -> str:
 
 def make_scheduler(config: Config) -> "Scheduler":
     """A started scheduler over a warm engine. It holds the weights of `model.path` until the first publish."""
+    from areal_jax import room
     from areal_jax.generation.engine import Engine, EngineOptions
     from areal_jax.generation.scheduler import Scheduler
     from areal_jax.models.safetensors_files import read_params
@@ -116,6 +117,13 @@ def make_scheduler(config: Config) -> "Scheduler":
         tensor=settings.tensor,
     )
     engine = Engine(shape, options, tokenizer=Tokenizer.load(directory))
+    room.check(
+        engine.held,
+        what=f"the weights and the cache of config.generation.slots={settings.slots} sequences of up to "
+        f"{engine.buckets[-1]} tokens",
+        remedy="lower config.generation.slots or the longest sequence (data.max_prompt_tokens, rollout.max_new_tokens, "
+        "generation.length_buckets), or raise config.generation.tensor; --dry_run prints the plan",
+    )
     weights = engine.load(read_params(directory, shape, engine.places), UNPUBLISHED)
     engine.warm_up(weights, lambda done, total: log.info("compiled %d of %d length buckets", done, total))
     scheduler = Scheduler(

@@ -32,6 +32,7 @@ from flax import nnx
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from areal_jax import room
 from areal_jax.algorithms.loss import Sums, decoupled_ppo_loss, supervised_loss
 from areal_jax.algorithms.packing import empty_batch, loss_tokens
 from areal_jax.config import ModelConfig, TrainerConfig
@@ -209,10 +210,11 @@ def build_programs(
     """The programs for the trainer's section of a config, on the mesh that it describes.
 
     `updates` is the number of optimizer updates of the whole run, which the learning rate's schedule needs; `model`
-    says what trains. Raises ValueError where that is nothing, or where it or the mesh does not fit the model.
+    says what trains. Raises ValueError where that is nothing, where it or the mesh does not fit the model, or where the
+    devices have no room for it.
     """
     schedule = learning_rate(config.optimizer, updates)
-    return Programs(
+    programs = Programs(
         model_config,
         sharding.make_mesh(dataclasses.asdict(config.mesh)),
         make_optimizer(config.optimizer, schedule),
@@ -225,6 +227,14 @@ def build_programs(
         remat=config.remat,
         trainable=lora.trainable(model_config, model),
     )
+    room.check(
+        (programs.abstract, programs.trainable.trained(programs.abstract.params)),
+        what="the trainer's weights, gradients and optimizer state",
+        remedy="split them over more devices (config.trainer.mesh.fsdp, .tensor), keep less "
+        "(config.trainer.optimizer.moment_dtype=bfloat16, config.model.lora.rank, config.model.freeze), or take a "
+        "smaller model; --dry_run prints the plan",
+    )
+    return programs
 
 
 def _compiler_options(remat: str, mesh: Mesh) -> dict[str, str]:

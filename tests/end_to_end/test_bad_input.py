@@ -117,6 +117,12 @@ def test_a_mesh_that_the_devices_do_not_fill_is_found_before_others_have_compile
     assert "try data=-1" in error
 
 
+def test_more_slots_than_the_machine_has_memory_for_are_refused(tmp_path):
+    error = fails(tmp_path, {"generation.slots": 10**9}, within_s=15)
+    assert "the weights and the cache of config.generation.slots=1000000000 sequences of up to 112 tokens" in error
+    assert "this host has" in error and "lower config.generation.slots" in error
+
+
 def test_a_budget_that_does_not_hold_a_row_per_shard_is_refused(tmp_path, monkeypatch):
     monkeypatch.setitem(job.ENVIRONMENT, "XLA_FLAGS", "--xla_force_host_platform_device_count=8")
     error = fails(tmp_path, {"trainer.token_budget": 512, "trainer.mesh.data": 8}, within_s=15)

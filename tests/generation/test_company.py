@@ -37,6 +37,23 @@ def in_a_crowd(engine: Engine) -> ByHand:
     return hand
 
 
+def test_in_other_shapes_float32_gives_the_same_tokens():
+    """As by default: buckets of lengths and slots, prefills of several rows."""
+    options = EngineOptions(slots=16, max_length=64, decode_steps=4, length_buckets=(16, 32, 64), slot_buckets=(4, 16))
+    engine = Engine(WIDE, options)
+    crowd, moved = in_a_crowd(engine), 0.0
+    for uid in WANTED:
+        alone = ByHand(engine, PARAMS)
+        ask(alone, uid)
+        alone.finish()
+        for sample in (0, 1):
+            np.testing.assert_array_equal(alone.joined(uid, sample, "tokens"), crowd.joined(uid, sample, "tokens"))
+            logprobs, others = (hand.joined(uid, sample, "logprobs") for hand in (alone, crowd))
+            np.testing.assert_allclose(logprobs, others, rtol=0, atol=1e-5)
+            moved += np.abs(logprobs - others).max()
+    assert moved > 0, "the shapes were others"
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_in_programs_of_one_shape_company_moves_no_bit(dtype):
     options = EngineOptions(slots=8, max_length=64, decode_steps=4, prefill_rows=1, length_buckets=(64,), dtype=dtype)
