@@ -217,7 +217,7 @@ def against_torch(bench: Bench, per_device: int, seconds: float) -> tuple[float,
         losses[name].append(loss)
         return taken
 
-    calls = {
+    calls: dict[str, Callable[[], float]] = {
         "ours": functools.partial(kept, "ours", lambda: training.step_with_loss(work.batches)),
         "theirs": functools.partial(kept, "theirs", lambda: theirs.step_with_loss(sequences, per_device)),
     }
