@@ -93,6 +93,7 @@ def test_the_whole_loop_teaches_it_sums(smollm2, tmp_path):
         "trainer.steps": steps,
         "trainer.optimizer.lr": 3e-5,  # three times that of the config: four steps are to show that it learns
         "trainer.optimizer.schedule": "constant",
+        "trainer.checkpoint.every": 0,
         "eval.every": 0,
     }
     process = command(smollm2, run_dir, settings)
