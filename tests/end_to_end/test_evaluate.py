@@ -218,7 +218,7 @@ def training(tmp_path_factory):
     Its completions may be longer than those of training: prompts of 10 tokens and 56 more are more than 56 + 8.
     """
     run_dir = tmp_path_factory.mktemp("training") / "run"
-    settings = {"eval.prompts": 4, "eval.samples": 32, "eval.every": 4, "trainer.steps": 60}
+    settings = {"eval.prompts": 4, "eval.samples": 32, "eval.every": 4, "trainer.steps": 36}
     settings |= {"rollout.max_new_tokens": 8, "eval.max_new_tokens": 56}
     return run_dir, job.run(run_dir, settings, timeout_s=240)
 
