@@ -7,7 +7,6 @@ In: the shape of a model, the trainer's settings, the length of a row. Out: byte
 import ctypes
 import dataclasses
 import gc
-import math
 import typing
 from collections.abc import Sequence
 
@@ -17,6 +16,7 @@ from jax.sharding import AbstractMesh
 from areal_jax.config import Config, SftConfig, TrainerConfig
 from areal_jax.launch import plan
 from areal_jax.models.transformer import TransformerConfig
+from areal_jax.room import device_bytes
 from experiments import runs
 from experiments.bench_steps import ONE_DEVICE, Remat
 
@@ -51,8 +51,7 @@ def choose_remat(
 
 def room() -> float:
     """Bytes that an update may be planned to take on the first device; without a bound where that is not known."""
-    stats = jax.devices()[0].memory_stats()
-    return SHARE * stats["bytes_limit"] if stats else math.inf
+    return SHARE * device_bytes(jax.devices()[0])
 
 
 def give_back() -> None:
