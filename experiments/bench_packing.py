@@ -39,6 +39,7 @@ from areal_jax.algorithms.packing import Layout, choose_rows, make_layout, split
 from areal_jax.models.flops import matrix_weights
 from areal_jax.models.huggingface import load_config
 from areal_jax.models.transformer import TransformerConfig
+from areal_jax.trainer.step import run_in_turn
 from areal_jax.types import Trajectory
 from experiments import bench_steps, runs
 from experiments.bench_steps import FORWARD_AND_BACKWARD, LONGEST, TOKEN_BUDGET, Training, paper_lengths
@@ -310,6 +311,7 @@ def plot(path: pathlib.Path, results: dict[str, Any]) -> None:
 
 if __name__ == "__main__":
     host_memory.keep_freed()  # as every process of a run does
+    run_in_turn()  # as a trainer
     _OUT = runs.OUT
     _PARTS = runs.define_parts(PARTS)
     _SECONDS = flags.DEFINE_float("seconds", 60.0, "Seconds of measured steps, at least two of each in any case.")

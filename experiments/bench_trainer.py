@@ -48,6 +48,7 @@ from areal_jax.models.attention import Kernels
 from areal_jax.models.huggingface import load_config
 from areal_jax.models.tiled_attention import Tile, tile_for
 from areal_jax.models.transformer import TransformerConfig, param_count
+from areal_jax.trainer.step import run_in_turn
 from areal_jax.trainer.utilisation import TERA, peak_tflops
 from areal_jax.types import Trajectory
 from experiments import bench_bound, bench_memory, bench_prox, bench_step_parts, runs
@@ -412,6 +413,7 @@ def plot(path: pathlib.Path, results: dict[str, Any]) -> None:
 
 if __name__ == "__main__":
     host_memory.keep_freed()  # as every process of a run does
+    run_in_turn()  # as a trainer
     _OUT = runs.OUT
     _MODEL = flags.DEFINE_string("model", "both", f"Which model, of {', '.join(MODELS)}, both, or a config.json.")
     _ROWS = flags.DEFINE_list("rows", [str(row) for row in ROWS], "Lengths of rows in tokens.")

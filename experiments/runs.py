@@ -59,7 +59,7 @@ def machine() -> Line:
 
 
 def memory(field: str) -> int:
-    """Bytes of this process: "VmRSS", now, or "VmHWM", at most so far."""
+    """Bytes of this process: "VmRSS", now; "VmHWM", at most so far; "VmSize", "VmPeak": with pages never touched."""
     lines = pathlib.Path("/proc/self/status").read_text().splitlines()
     return 1024 * int(next(line.split()[1] for line in lines if line.startswith(field)))
 

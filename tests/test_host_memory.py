@@ -1,5 +1,6 @@
-"""Freed memory stays with the process: counted in page faults, in a process of its own, as it cannot be undone."""
+"""What processes hold: pages counted in processes of their own, as what these ask for cannot be undone."""
 
+import os
 import subprocess
 import sys
 
@@ -22,6 +23,27 @@ for i in range(6):
 print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
 
+CALLS = """
+import threading
+import jax, jax.numpy as jnp
+from areal_jax.config import Config
+from areal_jax.launch import roles
+from experiments import runs
+
+def program(total, ones):
+    products = jnp.tanh((total + ones) @ ones.T)  # as large as all else is small
+    return total + 1e-9 * products @ ones
+
+with roles.joined(Config(), None, threading.Event()) if {trainer} else threading.Lock():
+    ones = jnp.ones((6000, 8))
+    compiled = jax.jit(program).lower(ones, ones).compile()
+    total, before = ones, runs.memory("VmSize")  # so large a block is a map of its own, and counts as it is taken
+    for _ in range(10):
+        total = compiled(total, ones)
+    total.block_until_ready()
+print((runs.memory("VmPeak") - before) / compiled.memory_analysis().temp_size_in_bytes)
+"""
+
 
 def page_faults(keep: bool) -> int:
     code = STEPS.format(keep=keep)
@@ -33,3 +55,16 @@ def test_a_step_takes_no_new_pages_for_what_the_one_before_freed():
     pages = 3 * (1 << 26) // 4096  # of 64 MiB in each of three steps
     assert page_faults(keep=False) > pages / 2
     assert page_faults(keep=True) < pages / 10
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks /proc for the most memory")
+def test_a_trainer_holds_the_temporaries_of_one_program_at_a_time():
+    assert 0.9 < temporaries(trainer=True) < 1.5
+    assert temporaries(trainer=False) > 1.5  # dispatched ahead, which shows that the figure sees it
+
+
+def temporaries(trainer: bool) -> float:
+    """How many times those of a program are held at most, of ten that are dispatched without a wait."""
+    code, environment = CALLS.format(trainer=trainer), os.environ | {"MALLOC_ARENA_MAX": "1"}
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, env=environment)
+    return float(done.stdout)

@@ -74,10 +74,12 @@ def _trainer(config: Config, process: int | None, stop: threading.Event) -> int:
 def joined(config: Config, process: int | None, stop: threading.Event) -> Iterator["Processes"]:
     """The trainer's processes, of which this is number `process`, of one mind on what they train.
 
-    None is what the cluster says, or 0; see `distributed.joined`.
+    To be called before there is a backend. None is what the cluster says, or 0; see `distributed.joined`.
     """
     from areal_jax import distributed
+    from areal_jax.trainer import step
 
+    step.run_in_turn()
     settings = config.trainer.distributed
     with distributed.joined(
         settings.coordinator, index=process, count=settings.processes, timeout_s=settings.timeout_s, stop=stop
