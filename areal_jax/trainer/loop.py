@@ -261,7 +261,10 @@ def with_prox(
 def update_all(
     programs: Programs, state: TrainState, minibatches: Sequence[Minibatch], meanwhile: Callable[[], None]
 ) -> tuple[TrainState, list[Outcome]]:
-    """An update per minibatch. `meanwhile` is called when all are dispatched, before the devices are waited for."""
+    """An update per minibatch. `meanwhile` is called when all are dispatched, before the devices are waited for.
+
+    In a process that runs its programs in turn (`step.run_in_turn`) the calls themselves have waited.
+    """
     outcomes = []
     for minibatch in minibatches:
         state, outcome = update(programs, state, minibatch)

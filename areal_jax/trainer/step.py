@@ -2,7 +2,7 @@
 
 In: a `TrainState`, packed microbatches, an objective. Out: the next state and sums for the metrics. Called by the loops
 of reinforcement learning (loop.py) and supervised fine-tuning (sft.py); waits for nothing: calls are dispatched, and
-whoever looks at a result waits for it.
+whoever looks at a result waits for it (but on a CPU see `run_in_turn`).
 
 Six programs, each one visible jit:
 
@@ -83,7 +83,7 @@ def supervised_objective(logprobs_RL: Array, rows: Rows, scalars: Scalars) -> tu
 
 
 def run_in_turn() -> None:
-    """From here on a program on a CPU begins when the one before has ended; accelerators do as they do.
+    """From here on a call on a CPU returns when its program has ended; accelerators do as they do.
 
     To be called before there is a backend. Dispatched ahead, the next microbatch takes its temporaries before those of
     the one before are freed, so that a trainer holds them twice, and gains nothing: one program uses all cores.
