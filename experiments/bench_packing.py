@@ -310,7 +310,7 @@ def plot(path: pathlib.Path, results: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    host_memory.keep_freed()  # as every process of a run does
+    host_memory.start()  # as every process of a run does
     run_in_turn()  # as a trainer
     _OUT = runs.OUT
     _PARTS = runs.define_parts(PARTS)

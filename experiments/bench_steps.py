@@ -26,7 +26,7 @@ from areal_jax.config import OptimizerConfig, TrainerConfig
 from areal_jax.models import flops, sharding
 from areal_jax.models.transformer import TransformerConfig
 from areal_jax.trainer.sft import mean_loss
-from areal_jax.trainer.state import TrainState, learning_rate, make_optimizer, random_state
+from areal_jax.trainer.state import TrainState, learning_rate, make_optimizer, random_state, reserve_beside
 from areal_jax.trainer.step import Minibatch, Programs, supervised_objective, update
 from areal_jax.types import ROW_ARRAYS, TrainBatch, Trajectory
 
@@ -128,6 +128,7 @@ class Training:
         self.model, self.config = model, config
         self.programs = make_programs(model, config)
         self.state: TrainState = random_state(model, self.programs.abstract, self.programs.optimizer, seed=0)
+        reserve_beside(self.state)  # as the trainer does
 
     def compile(self, length: int, remat: Remat) -> None:
         """From here on updates are of rows of `length` tokens under this rematerialisation; the state goes on."""

@@ -412,7 +412,7 @@ def plot(path: pathlib.Path, results: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    host_memory.keep_freed()  # as every process of a run does
+    host_memory.start()  # as every process of a run does
     run_in_turn()  # as a trainer
     _OUT = runs.OUT
     _MODEL = flags.DEFINE_string("model", "both", f"Which model, of {', '.join(MODELS)}, both, or a config.json.")

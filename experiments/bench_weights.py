@@ -373,7 +373,7 @@ def plot(path: pathlib.Path, results: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    host_memory.keep_freed()  # as every process of a run does
+    host_memory.start()  # as every process of a run does
     _OUT = runs.OUT
     _MODEL = flags.DEFINE_enum("model", "both", (*MODELS, "both"), "Which model.")
     _PARTS = runs.define_parts(PARTS)

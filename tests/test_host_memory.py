@@ -23,6 +23,46 @@ for i in range(6):
 print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
 
+HEAP = """
+import ctypes
+from areal_jax import host_memory
+
+BLOCK = 1 << 30
+{begin}
+libc = ctypes.CDLL(None)
+libc.malloc.restype = libc.sbrk.restype = ctypes.c_void_p
+
+def take(size):  # aligned, as XLA does; nothing is written, so that no memory is used
+    block = ctypes.c_void_p()
+    assert libc.posix_memalign(ctypes.byref(block), ctypes.c_size_t(64), ctypes.c_size_t(size)) == 0
+    return block
+
+def end():
+    return libc.sbrk(ctypes.c_ssize_t(0))
+
+before, held = end(), []
+for _ in range(12):
+    temporaries = take(BLOCK)
+    for block in held:
+        libc.free(block)
+    libc.malloc(ctypes.c_size_t(100))  # a line of a log, which is kept
+    held = [take(1 << 25)]
+    libc.free(temporaries)
+    held.append(take(1 << 25))  # like the one before, held until the next program runs
+print((end() - before) / BLOCK)
+"""
+
+START = """
+import os, sys, threading
+from areal_jax import host_memory
+
+if {threads}:
+    threading.Thread(target=threading.Event().wait, daemon=True).start()
+print("begins", os.getpid(), flush=True)
+host_memory.start()
+print("goes on", os.getpid(), sys.argv[1:], os.environ.get("GLIBC_TUNABLES"))
+"""
+
 CALLS = """
 import contextlib, threading
 import jax, jax.numpy as jnp
@@ -45,9 +85,16 @@ print((runs.memory("VmPeak") - before) / compiled.memory_analysis().temp_size_in
 """
 
 
+def output(code: str, *arguments: str, **environment: str) -> str:
+    """What this code prints, in a process with nothing else asked of the C library."""
+    clean = {name: value for name, value in os.environ.items() if name != "GLIBC_TUNABLES"}
+    command = [sys.executable, "-c", code, *arguments]
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=clean | environment)
+    return done.stdout
+
+
 def page_faults(keep: bool) -> int:
-    code = STEPS.format(keep=keep)
-    return int(subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout)
+    return int(output(STEPS.format(keep=keep)))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems are left as they are")
@@ -55,6 +102,40 @@ def test_a_step_takes_no_new_pages_for_what_the_one_before_freed():
     pages = 3 * (1 << 26) // 4096  # of 64 MiB in each of three steps
     assert page_faults(keep=False) > pages / 2
     assert page_faults(keep=True) < pages / 10
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems are left as they are")
+def test_the_heap_has_one_place_for_the_temporaries_of_every_step():
+    assert growth("host_memory.start(); host_memory.reserve(BLOCK // 4)") < 1.5
+    assert growth("host_memory.start()") > 2
+    assert growth("host_memory.keep_freed(); host_memory.reserve(BLOCK // 4)") > 5
+
+
+def growth(begin: str) -> float:
+    """Of the heap in a dozen steps, in what each of them takes and frees."""
+    return float(output(HEAP.format(begin=begin)))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems are left as they are")
+@pytest.mark.parametrize(
+    ("given", "then"),
+    [
+        ({}, "glibc.malloc.tcache_count=0"),
+        ({"GLIBC_TUNABLES": "glibc.malloc.perturb=0"}, "glibc.malloc.perturb=0:glibc.malloc.tcache_count=0"),
+    ],
+)
+def test_a_program_starts_once_more_with_what_it_was_given(given: dict[str, str], then: str):
+    begins, again, goes_on = output(START.format(threads=False), "a b", "--c", **given).splitlines()
+    assert begins == again
+    assert goes_on == f"goes on {again.split()[1]} ['a b', '--c'] {then}"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems are left as they are")
+@pytest.mark.parametrize("threads", [False, True])
+def test_a_program_that_need_not_or_must_not_start_once_more_goes_on(threads: bool):
+    given = {} if threads else {"GLIBC_TUNABLES": "glibc.malloc.tcache_count=3"}
+    begins, goes_on = output(START.format(threads=threads), **given).splitlines()
+    assert goes_on == f"goes on {begins.split()[1]} [] {given.get('GLIBC_TUNABLES')}"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="asks /proc for the most memory")
@@ -65,6 +146,4 @@ def test_a_trainer_holds_the_temporaries_of_one_program_at_a_time():
 
 def temporaries(trainer: bool) -> float:
     """How many times those of a program are held at most, of ten that are dispatched without a wait."""
-    code, environment = CALLS.format(trainer=trainer), os.environ | {"MALLOC_ARENA_MAX": "1"}
-    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, env=environment)
-    return float(done.stdout)
+    return float(output(CALLS.format(trainer=trainer), MALLOC_ARENA_MAX="1"))

@@ -41,7 +41,7 @@ from areal_jax.trainer.checkpoint import Checkpoints, Facts
 from areal_jax.trainer.journal import Figures, Journal, no_figures, reinforcement_figures
 from areal_jax.trainer.shared import shares
 from areal_jax.trainer.skipped import SkippedMinibatches
-from areal_jax.trainer.state import TrainState
+from areal_jax.trainer.state import TrainState, reserve_beside
 from areal_jax.trainer.step import (
     Minibatch,
     Outcome,
@@ -103,6 +103,7 @@ def train(
     with contextlib.ExitStack() as stack:
         checkpoints = stack.enter_context(contextlib.closing(open_checkpoints(config)))
         state, version = start(checkpoints, programs, facts(config, model_config, 0), read_params, queue)
+        reserve_beside(state)
         log.info("compiling for microbatches of rows x tokens %s", layout.shapes)
         programs.compile(layout.shapes)
         log.info("ready at version %d, waiting for trajectories", version)

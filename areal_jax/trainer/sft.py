@@ -40,7 +40,7 @@ from areal_jax.trainer.checkpoint import Checkpoints, Facts
 from areal_jax.trainer.journal import Journal, Line, Step
 from areal_jax.trainer.loop import ReadParams
 from areal_jax.trainer.shared import shares
-from areal_jax.trainer.state import TrainState, copies, initial_state
+from areal_jax.trainer.state import TrainState, copies, initial_state, reserve_beside
 from areal_jax.trainer.step import (
     CONTEXT,
     Minibatch,
@@ -73,6 +73,7 @@ def fit(
     """
     programs, layout = build(model_config, config, ModelConfig(), updates=updates, max_length=max_length)
     state = initial_state(copies(params, programs.abstract.params), programs.abstract, programs.optimizer)
+    reserve_beside(state)
     programs.compile(layout.shapes)
     for pairs in batches:
         state, outcome = update(programs, state, minibatch([example(*pair) for pair in pairs], layout))
@@ -207,6 +208,7 @@ def train(
     with contextlib.ExitStack() as stack:
         checkpoints = stack.enter_context(contextlib.closing(loop.open_checkpoints(config)))
         state, version = start(checkpoints, programs, of_run, read_params)
+        reserve_beside(state)
         log.info("compiling for microbatches of rows x tokens %s", layout.shapes)
         programs.compile(layout.shapes)
         log.info("ready at version %d of %d", version, course.updates)

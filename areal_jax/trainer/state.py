@@ -18,6 +18,7 @@ import optax
 from jax import Array
 from jax.sharding import Mesh, NamedSharding
 
+from areal_jax import host_memory
 from areal_jax.config import OptimizerConfig
 from areal_jax.models import sharding, transformer
 from areal_jax.models.transformer import Params, TransformerConfig
@@ -146,6 +147,17 @@ def random_state(
         return TrainState(params, optimizer.init(params))
 
     return jax.jit(init, out_shardings=shardings_of(abstract))(jax.random.key(seed))
+
+
+def reserve_beside(state: TrainState) -> None:
+    """Sets as much of the host's memory apart as this process' part of a state on CPU devices takes; once it is there.
+
+    Gradients, what an update of it takes, and all that is smaller have room there, beside the temporaries of a
+    microbatch, which then lie in one place from step to step (`host_memory.reserve`).
+    """
+    shards = [shard.data for leaf in jax.tree.leaves(state) for shard in leaf.addressable_shards]
+    if shards[0].devices().pop().platform == "cpu":
+        host_memory.reserve(sum(shard.nbytes for shard in shards))
 
 
 def updates_done(state: TrainState) -> Array:
