@@ -45,7 +45,8 @@ for _ in range(12):
     temporaries = take(BLOCK)
     for block in held:
         libc.free(block)
-    libc.malloc(ctypes.c_size_t(100))  # a line of a log, which is kept
+    for size in range(24, 136, 16):
+        libc.malloc(ctypes.c_size_t(size))  # kept, as lines of a log are
     held = [take(1 << 25)]
     libc.free(temporaries)
     held.append(take(1 << 25))  # like the one before, held until the next program runs
