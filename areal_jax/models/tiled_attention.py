@@ -132,24 +132,27 @@ def _gradients_of_row(
         log_z_KQ, mean_KQ = _queries(log_z_KGL, i, tile), _queries(mean_KGL, i, tile)
 
         def over_keys(j: Array, so_far: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-            of_query_KQH, of_key_KLH, of_value_KLH = so_far
+            of_query_KQH, of_key_KHL, of_value_KHL = so_far
             key_KTH = _keys(key_KLH, j, tile)
             weights_KQT = jnp.exp(_scores(query_KQH, key_KTH, begins_L, i, j, tile) - log_z_KQ[..., None])
             of_weights_KQT = _product("kqh,kth->kqt", gradient_KQH, _keys(value_KLH, j, tile))
             of_scores_KQT = (weights_KQT * (of_weights_KQT - mean_KQ[..., None]) * H**-0.5).astype(dtype)
             of_query_KQH += _product("kqt,kth->kqh", of_scores_KQT, key_KTH)
-            of_key_KTH = _product("kqt,kqh->kth", of_scores_KQT, query_KQH)
-            of_value_KTH = _product("kqt,kqh->kth", weights_KQT.astype(dtype), gradient_KQH)
-            return of_query_KQH, _add(of_key_KLH, of_key_KTH, j, tile), _add(of_value_KLH, of_value_KTH, j, tile)
+            # Keys last: XLA's CPU backend is a quarter slower where the weights' last axis becomes the first.
+            of_key_KHT = _product("kqt,kqh->kht", of_scores_KQT, query_KQH)
+            of_value_KHT = _product("kqt,kqh->kht", weights_KQT.astype(dtype), gradient_KQH)
+            return of_query_KQH, _add(of_key_KHL, of_key_KHT, j, tile), _add(of_value_KHL, of_value_KHT, j, tile)
 
         of_query_KGLH, *of_keys = done
         begin = (jnp.zeros(query_KQH.shape), *of_keys)
         of_query_KQH, *of_keys = jax.lax.fori_loop(*_visible(begins_L, i, tile), over_keys, begin)
         return _put(of_query_KGLH, of_query_KQH.astype(dtype), i, tile), *of_keys
 
-    zeros = (jnp.zeros_like(query_KGLH), jnp.zeros(key_KLH.shape), jnp.zeros(value_KLH.shape))
-    of_query, of_key, of_value = jax.lax.fori_loop(0, L // tile.queries, of_queries, zeros)
-    return of_query, of_key.astype(key_KLH.dtype), of_value.astype(value_KLH.dtype)
+    zeros_KHL = jnp.zeros(key_KLH.swapaxes(1, 2).shape)
+    zeros = (jnp.zeros_like(query_KGLH), zeros_KHL, zeros_KHL)
+    of_query_KGLH, *of_keys = jax.lax.fori_loop(0, L // tile.queries, of_queries, zeros)
+    of_key_KLH, of_value_KLH = (each.swapaxes(1, 2).astype(dtype) for each in of_keys)
+    return of_query_KGLH, of_key_KLH, of_value_KLH
 
 
 # A tile.
@@ -191,8 +194,9 @@ def _put(array_KGL: Array, of_tile_KQ: Array, i: Array, tile: Tile) -> Array:
     return jax.lax.dynamic_update_slice_in_dim(array_KGL, of_tile_KGU, i * tile.queries, axis=2)
 
 
-def _add(array_KLH: Array, more_KTH: Array, j: Array, tile: Tile) -> Array:
-    return jax.lax.dynamic_update_slice_in_dim(array_KLH, _keys(array_KLH, j, tile) + more_KTH, j * tile.keys, axis=1)
+def _add(array_KHL: Array, more_KHT: Array, j: Array, tile: Tile) -> Array:
+    so_far_KHT = jax.lax.dynamic_slice_in_dim(array_KHL, j * tile.keys, tile.keys, axis=2)
+    return jax.lax.dynamic_update_slice_in_dim(array_KHL, so_far_KHT + more_KHT, j * tile.keys, axis=2)
 
 
 # Rows.
