@@ -138,7 +138,7 @@ def _gradients_of_row(
             of_weights_KQT = _product("kqh,kth->kqt", gradient_KQH, _keys(value_KLH, j, tile))
             of_scores_KQT = (weights_KQT * (of_weights_KQT - mean_KQ[..., None]) * H**-0.5).astype(dtype)
             of_query_KQH += _product("kqt,kth->kqh", of_scores_KQT, key_KTH)
-            # Keys last: XLA's CPU backend is a quarter slower where the weights' last axis becomes the first.
+            # Keys last: XLA's CPU backend is slower where the weights' last axis becomes the first.
             of_key_KHT = _product("kqt,kqh->kht", of_scores_KQT, query_KQH)
             of_value_KHT = _product("kqt,kqh->kht", weights_KQT.astype(dtype), gradient_KQH)
             return of_query_KQH, _add(of_key_KHL, of_key_KHT, j, tile), _add(of_value_KHL, of_value_KHT, j, tile)
