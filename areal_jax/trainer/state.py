@@ -155,9 +155,9 @@ def reserve_beside(state: TrainState) -> None:
     Gradients, what an update of it takes, and all that is smaller have room there, beside the temporaries of a
     microbatch, which then lie in one place from step to step (`host_memory.reserve`).
     """
-    shards = [shard.data for leaf in jax.tree.leaves(state) for shard in leaf.addressable_shards]
-    if shards[0].devices().pop().platform == "cpu":
-        host_memory.reserve(sum(shard.nbytes for shard in shards))
+    shards = [shard for leaf in jax.tree.leaves(state) for shard in leaf.addressable_shards]
+    if shards[0].device.platform == "cpu":
+        host_memory.reserve(sum(shard.data.nbytes for shard in shards))
 
 
 def updates_done(state: TrainState) -> Array:
