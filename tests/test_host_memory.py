@@ -142,7 +142,8 @@ def test_a_program_that_need_not_or_must_not_start_once_more_goes_on(threads: bo
 @pytest.mark.skipif(sys.platform != "linux", reason="asks /proc for the most memory")
 def test_a_trainer_holds_the_temporaries_of_one_program_at_a_time():
     assert 0.9 < temporaries(trainer=True) < 1.5
-    assert temporaries(trainer=False) > 1.5  # dispatched ahead, which shows that the figure sees it
+    # Dispatched ahead it may hold more, which shows that the figure sees it; on a busy machine not in every try.
+    assert any(temporaries(trainer=False) > 1.5 for _ in range(5))
 
 
 def temporaries(trainer: bool) -> float:
