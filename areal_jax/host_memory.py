@@ -21,12 +21,11 @@ _TUNABLES, _SMALL_CACHE = "GLIBC_TUNABLES", "glibc.malloc.tcache_count"
 
 
 def start() -> None:
-    """For the first line of a program: it starts once more where the environment lacks a setting, and keeps what it
-    frees.
+    """For the first line of a program: starts it once more where its environment lacks a setting; then `keep_freed`.
 
-    That is the C library's cache of small blocks, which is left out, and can be only as a process starts. An aligned
-    block is cut out of a slightly larger one; the cache would hold the rest, until it becomes part of something small
-    that stays, so that the place that the block leaves is too small for the next one of its size. The process and its
+    It leaves out the C library's cache of small blocks, which can be done only as a process starts. An aligned block is
+    cut out of a slightly larger one; the cache would hold the rest, until it becomes part of something small that
+    stays, so that the place that the block leaves is too small for the next one of its size. The process and its
     arguments stay the same. In a process that has threads, as a notebook has, the program is not all, and goes on.
     """
     if _glibc() and _SMALL_CACHE not in os.environ.get(_TUNABLES, "") and threading.active_count() == 1:

@@ -367,8 +367,7 @@ class Engine(engine_api.Engine):
             limit=jnp.zeros(S, jnp.int32),
             active=jnp.zeros(S, jnp.bool_),
             temperature=jnp.ones(S, jnp.float32),
-            # Not numpy's, which `held` would have: gigabytes, where slots beyond all memory are about to be refused.
-            truncation=sampling.Truncation(jnp.zeros(S, jnp.int32), jnp.ones(S), jnp.zeros(S)),
+            truncation=sampling.no_truncation(S, jnp),
             stop_tokens=jnp.full((S, STOP_TOKENS), -1, jnp.int32),
             min_length=jnp.zeros(S, jnp.int32),
             wants_alternatives=jnp.zeros(S, jnp.bool_),

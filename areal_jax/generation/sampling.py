@@ -30,8 +30,9 @@ class Truncation:
     min_p: Any  # [S] float32, 0 = all
 
 
-def no_truncation(slots: int) -> Truncation:
-    return Truncation(np.zeros(slots, np.int32), np.ones(slots, np.float32), np.zeros(slots, np.float32))
+def no_truncation(slots: int, module: Any = np) -> Truncation:
+    """In arrays of numpy, or of `module`, which is jax.numpy where nothing may be allocated yet."""
+    return Truncation(module.zeros(slots, np.int32), module.ones(slots, np.float32), module.zeros(slots, np.float32))
 
 
 def request_keys(seeds_S: Array, uids_S: Array, samples_S: Array) -> Array:

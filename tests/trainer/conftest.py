@@ -4,6 +4,7 @@ import jax
 import numpy as np
 import pytest
 
+from areal_jax import host_memory
 from areal_jax.algorithms import packing
 from areal_jax.config import OptimizerConfig
 from areal_jax.models import sharding, transformer
@@ -23,6 +24,20 @@ def model_config():
 @pytest.fixture(scope="session")
 def params():
     return {name: np.asarray(value) for name, value in transformer.init_params(MODEL, jax.random.key(0)).items()}
+
+
+@pytest.fixture
+def reserved(monkeypatch):
+    """The sizes that `host_memory.reserve` is asked for, which are not set apart here."""
+    sizes: list[int] = []
+    monkeypatch.setattr(host_memory, "reserve", sizes.append)
+    return sizes
+
+
+@pytest.fixture(scope="session")
+def state_bytes(params):
+    """Of params, two moments, and the counters of the optimizer and its schedule, whole on every device."""
+    return jax.device_count() * (3 * sum(value.nbytes for value in params.values()) + 2 * 4)
 
 
 def trajectory(rng, uid, sample, *, longest=12, versions=(0, 1), truncated=False):

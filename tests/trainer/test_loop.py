@@ -240,7 +240,9 @@ def test_finished_run_started_again_only_says_so(tmp_path, model_config, params,
     assert run.trained == [] and list(run.publisher.published) == [1] and run.lines == []
 
 
-def test_stopped_run_leaves_a_checkpoint_and_is_not_finished(tmp_path, model_config, params, groups):
+def test_stopped_run_leaves_a_checkpoint_and_is_not_finished(
+    tmp_path, model_config, params, groups, reserved, state_bytes
+):
     stop = threading.Event()
     run = Run(make_config(tmp_path, checkpoint={"every": 0}), model_config, params, stop=stop)
     for group in groups:
@@ -249,6 +251,7 @@ def test_stopped_run_leaves_a_checkpoint_and_is_not_finished(tmp_path, model_con
     assert [line["version"] for line in run.lines] == [1, 2]
     assert not run.queue.wait_announcement(2, 0).finished
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["2"]
+    assert reserved == [state_bytes]
 
 
 def test_a_run_whose_gradients_are_not_finite_ends_with_the_minibatch_in_a_file(tmp_path, model_config, params, groups):

@@ -24,6 +24,12 @@ def test_responses_are_learned(model_config, params):
     assert losses[0] > 2 and losses[-1] < 0.1
 
 
+def test_room_is_set_apart_beside_the_state(model_config, params, tmp_path, reserved, state_bytes):
+    next(sft.fit(model_config, params, [EXAMPLES], CONFIG, updates=1, max_length=16))
+    Run(tmp_path, model_config, params).train()
+    assert reserved == [state_bytes, state_bytes]
+
+
 def test_loss_is_the_mean_over_response_tokens(model_config, params):
     examples = [([3, 4, 5], [6]), ([7], [8, 9, 10])]
     ((_, outcome),) = sft.fit(model_config, params, [examples], CONFIG, updates=1, max_length=16)
