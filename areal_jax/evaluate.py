@@ -40,6 +40,6 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    host_memory.start()
+    host_memory.keep_freed()
     flags.mark_flag_as_required("config")
     app.run(main, flags_parser=command_line.parse_flags)

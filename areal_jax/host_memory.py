@@ -20,29 +20,34 @@ _SMALLEST = 16  # bytes of a block
 _TUNABLES, _SMALL_CACHE = "GLIBC_TUNABLES", "glibc.malloc.tcache_count"
 
 
-def start() -> None:
-    """For the first line of a program: starts it once more where its environment lacks a setting; then `keep_freed`.
+def start_training(*, in_turn: bool) -> None:
+    """For a process that will train: starts its program once more where its environment lacks a setting.
 
-    It leaves out the C library's cache of small blocks, which can be done only as a process starts. An aligned block is
-    cut out of a slightly larger one; the cache would hold the rest, until it becomes part of something small that
-    stays, so that the place that the block leaves is too small for the next one of its size. The process and its
-    arguments stay the same. In a process that has threads, as a notebook has, the program is not all, and goes on.
+    Then `keep_freed`, and more: it leaves out the C library's caches of small blocks, of which one can be left out only
+    as a process starts. An aligned block is cut out of a slightly larger one; a cache would hold the rest, until it
+    becomes part of something small that stays, so that the place that the block leaves is too small for the next one of
+    its size. The process and its arguments stay the same. In a process that has threads, as a notebook has, the program
+    is not all, and goes on. `in_turn` says that programs run in the thread that calls them (`step.run_in_turn`).
     """
     if _glibc() and _SMALL_CACHE not in os.environ.get(_TUNABLES, "") and threading.active_count() == 1:
         tunables = ":".join(filter(None, [os.environ.get(_TUNABLES), f"{_SMALL_CACHE}=0"]))
         os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**os.environ, _TUNABLES: tunables})
-    keep_freed()
+    keep_freed(in_turn=in_turn)
+    if libc := _glibc():
+        libc.mallopt(_MAX_FAST, 0)  # what is free joins what is free beside it at once
 
 
-def keep_freed() -> None:
+def keep_freed(*, in_turn: bool = False) -> None:
     """From here on what this process frees stays with it, for what it takes next.
 
-    To be called before a backend starts its threads, each of which would have memory of its own.
+    To be called before a backend starts its threads, each of which would have memory of its own, and what is large in
+    it goes back to the kernel. Where programs run `in_turn` in the main thread, which has the heap, they may have it:
+    what they take is small, and a compilation in several threads need not wait for one lock.
     """
     if libc := _glibc():
-        libc.mallopt(_ARENA_MAX, 1)
+        if not in_turn:
+            libc.mallopt(_ARENA_MAX, 1)
         libc.mallopt(_MMAP_MAX, 0)  # nor does a large block get a map of its own
-        libc.mallopt(_MAX_FAST, 0)  # what is free joins what is free beside it at once
         libc.mallopt(_TRIM_THRESHOLD, -1)
         libc.mallopt(_TOP_PAD, _TOP_PAD_BYTES)
 

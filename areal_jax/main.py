@@ -65,6 +65,7 @@ def main(argv: Sequence[str]) -> int:
         return dry_fine_tune(config, devices=_DEVICES.value)
     if _DRY_RUN.value:
         return dry_run(config, devices=_DEVICES.value)
+    _keep_memory(config)
     with command_line.plain_errors():
         if config.sft.data and _ROLE.value != "generator":
             return fine_tune(config, command=sys.argv)
@@ -73,6 +74,15 @@ def main(argv: Sequence[str]) -> int:
 
             return roles.run(config, _ROLE.value, index=_INDEX.value, process=_PROCESS.value)
         return run(config, command=sys.argv)
+
+
+def _keep_memory(config: Config) -> None:
+    """What this process frees stays with it; one that trains starts itself once more for that, and comes here again."""
+    alone = config.trainer.distributed.processes == 1 if config.sft.data else config.run.launch == "threads"
+    if _ROLE.value == "trainer" or (not _ROLE.value and alone):
+        host_memory.start_training(in_turn=bool(_ROLE.value or config.sft.data))
+    else:
+        host_memory.keep_freed()
 
 
 def _check_flags() -> None:
@@ -187,6 +197,5 @@ def _size(file: pathlib.Path) -> int:
 
 
 if __name__ == "__main__":
-    host_memory.start()
     flags.mark_flag_as_required("config")
     app.run(main, flags_parser=command_line.parse_flags)

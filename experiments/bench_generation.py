@@ -284,7 +284,7 @@ def plot(path: pathlib.Path, results: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    host_memory.start()  # as every process of a run does
+    host_memory.keep_freed()  # as a generation server
     _OUT = runs.OUT
     _MODEL = flags.DEFINE_enum("model", "both", (*MODELS, "both"), "Which model.")
     _PARTS = flags.DEFINE_list("parts", list(PARTS), f"Which parts, of {', '.join(PARTS)}.")

@@ -310,8 +310,8 @@ def plot(path: pathlib.Path, results: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    host_memory.start()  # as every process of a run does
-    run_in_turn()  # as a trainer
+    host_memory.start_training(in_turn=True)  # as a trainer
+    run_in_turn()
     _OUT = runs.OUT
     _PARTS = runs.define_parts(PARTS)
     _SECONDS = flags.DEFINE_float("seconds", 60.0, "Seconds of measured steps, at least two of each in any case.")

@@ -412,8 +412,8 @@ def plot(path: pathlib.Path, results: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    host_memory.start()  # as every process of a run does
-    run_in_turn()  # as a trainer
+    host_memory.start_training(in_turn=True)  # as a trainer
+    run_in_turn()
     _OUT = runs.OUT
     _MODEL = flags.DEFINE_string("model", "both", f"Which model, of {', '.join(MODELS)}, both, or a config.json.")
     _ROWS = flags.DEFINE_list("rows", [str(row) for row in ROWS], "Lengths of rows in tokens.")

@@ -44,6 +44,7 @@ from areal_jax.generation.scheduler import Scheduler
 from areal_jax.models.huggingface import load_config
 from areal_jax.models.transformer import TransformerConfig, param_shapes
 from areal_jax.tokenizer import Tokenizer
+from areal_jax.trainer.step import run_in_turn
 from areal_jax.trajectory_queue import TrajectoryQueue
 from areal_jax.transport import clients, servers
 from experiments import runs
@@ -373,7 +374,8 @@ def plot(path: pathlib.Path, results: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    host_memory.start()  # as every process of a run does
+    host_memory.start_training(in_turn=True)  # as a trainer
+    run_in_turn()
     _OUT = runs.OUT
     _MODEL = flags.DEFINE_enum("model", "both", (*MODELS, "both"), "Which model.")
     _PARTS = runs.define_parts(PARTS)

@@ -23,6 +23,7 @@ for i in range(6):
 print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
 
+TRAINING = "host_memory.start_training(in_turn=True)"
 HEAP = """
 import ctypes
 from areal_jax import host_memory
@@ -53,6 +54,26 @@ for _ in range(12):
 print((end() - before) / BLOCK)
 """
 
+PLACES = """
+import ctypes, threading
+from areal_jax import host_memory
+
+{begin}
+libc = ctypes.CDLL(None)
+libc.malloc.restype = ctypes.c_void_p
+
+def take(size):
+    block = libc.malloc(ctypes.c_size_t(size))
+    heap = next(line.split()[0] for line in open("/proc/self/maps") if line.endswith("[heap]\\n"))
+    begin, end = (int(address, 16) for address in heap.split("-"))
+    print("heap" if begin <= block < end else "elsewhere")
+
+take(1 << 30)
+thread = threading.Thread(target=take, args=[1 << 20])
+thread.start()
+thread.join()
+"""
+
 START = """
 import os, sys, threading
 from areal_jax import host_memory
@@ -60,7 +81,7 @@ from areal_jax import host_memory
 if {threads}:
     threading.Thread(target=threading.Event().wait, daemon=True).start()
 print("begins", os.getpid(), flush=True)
-host_memory.start()
+host_memory.start_training(in_turn=True)
 print("goes on", os.getpid(), sys.argv[1:], os.environ.get("GLIBC_TUNABLES"))
 """
 
@@ -107,14 +128,20 @@ def test_a_step_takes_no_new_pages_for_what_the_one_before_freed():
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems are left as they are")
 def test_the_heap_has_one_place_for_the_temporaries_of_every_step():
-    assert growth("host_memory.start(); host_memory.reserve(BLOCK // 4)") < 1.5
-    assert growth("host_memory.start()") > 2
+    assert growth(f"{TRAINING}; host_memory.reserve(BLOCK // 4)") < 1.5
+    assert growth(TRAINING) > 2
     assert growth("host_memory.keep_freed(); host_memory.reserve(BLOCK // 4)") > 3
 
 
 def growth(begin: str) -> float:
     """Of the heap in a dozen steps, in what each of them takes and frees."""
     return float(output(HEAP.format(begin=begin)))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems are left as they are")
+@pytest.mark.parametrize(("begin", "in_thread"), [("host_memory.keep_freed()", "heap"), (TRAINING, "elsewhere")])
+def test_large_blocks_are_the_heaps_and_only_a_trainers_threads_have_memory_of_their_own(begin: str, in_thread: str):
+    assert output(PLACES.format(begin=begin)).split() == ["heap", in_thread]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems are left as they are")
