@@ -21,7 +21,7 @@ SUMMARY = {  # the names of the issue that asked for the file
     "dropped",
     "masked_tokens",
 }
-STEPS = job.SETTINGS["trainer.steps"]
+STEPS = 24
 THREAD_STEPS = 10
 
 
@@ -29,7 +29,7 @@ THREAD_STEPS = 10
 def whole(tmp_path_factory):
     """A run in three processes: its directory, exit status and output, what ran, and a second start meanwhile."""
     run_dir = tmp_path_factory.mktemp("processes") / "run"
-    process = job.start(run_dir)
+    process = job.start(run_dir, {"trainer.steps": STEPS, "generation.slots": 2})  # so that generation is seldom idle
     job.wait_until(lambda: job.version(run_dir) >= 1, 90, "first step")
     pids = job.processes(run_dir)
     second = job.run(run_dir, timeout_s=30)
@@ -86,7 +86,7 @@ def test_the_timeline_shows_every_part_of_the_run_on_one_clock(whole):
 
 def test_three_swaps_or_more_happen_in_mid_sequence(whole):
     swapped = [line["version"] for line in job.lines(whole[0], "metrics") if line["versions_per_trajectory/max"] > 1]
-    assert len(swapped) >= 3, "batches of three steps hold trajectories of several versions"
+    assert len(swapped) >= 3, "one in two is usual; fewer where the trainer keeps generation waiting"
     assert sum(line["recomputed_tokens"] for line in job.lines(whole[0], "generation-0")) > 0
 
 
