@@ -122,6 +122,11 @@ def alive(pids: Collection[int]) -> list[int]:
     return [pid for pid, _ in _processes() if pid in pids]
 
 
+def environment(pid: int) -> bytes:
+    """What a process was started with."""
+    return pathlib.Path(f"/proc/{pid}/environ").read_bytes()
+
+
 def resident_bytes(pid: int) -> int:
     """Memory that a process holds."""
     status = pathlib.Path(f"/proc/{pid}/status").read_text()

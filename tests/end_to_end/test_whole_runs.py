@@ -27,14 +27,19 @@ THREAD_STEPS = 10
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """A run in three processes: its directory, exit status and output, what ran, and a second start meanwhile."""
+    """A run in three processes: its directory, exit status and output, what ran, a second start meanwhile, trainers."""
     run_dir = tmp_path_factory.mktemp("processes") / "run"
     process = job.start(run_dir, {"trainer.steps": STEPS, "generation.slots": 2})  # so that generation is seldom idle
     job.wait_until(lambda: job.version(run_dir) >= 1, 90, "first step")
     pids = job.processes(run_dir)
+    started_anew = [
+        role
+        for role in ("trainer", "generator", "rollout")
+        if b"glibc.malloc.tcache_count=0" in job.environment(job.processes(run_dir, role)[0])
+    ]
     second = job.run(run_dir, timeout_s=30)
     alive = process.poll() is None
-    return run_dir, job.end(process), pids, (*second, alive)
+    return run_dir, job.end(process), pids, (*second, alive), started_anew
 
 
 @pytest.fixture(scope="module", params=["recompute", "keep", "drain"])
@@ -46,7 +51,7 @@ def threads(request, tmp_path_factory):
 
 
 def test_processes_run_to_the_end_and_leave_nothing(whole):
-    run_dir, (status, out, err), pids, _ = whole
+    run_dir, (status, out, err), pids, _, _ = whole
     assert (status, err) == (0, "")
     assert len(pids) >= 5, "main, trainer, generator, controller and a reward worker were seen"
     assert f"step {STEPS}/{STEPS}" in out
@@ -54,12 +59,16 @@ def test_processes_run_to_the_end_and_leave_nothing(whole):
 
 
 def test_a_second_run_in_the_same_directory_is_refused(whole):
-    run_dir, _, _, (status, _, err, alive) = whole
+    run_dir, _, _, (status, _, err, alive), _ = whole
     assert alive, "the first was still going on"
     assert status == 2
     assert err.startswith("error: ")
     assert err.count("\n") == 1
     assert f"run.dir={run_dir} belongs to a run that is going on" in err
+
+
+def test_what_trains_and_only_that_has_the_heap_of_one_that_trains(whole):
+    assert whole[4] == ["trainer"]
 
 
 def test_every_step_has_a_line_of_finite_numbers(whole):
